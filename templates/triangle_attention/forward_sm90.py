@@ -1,0 +1,566 @@
+"""Triangle attention forward for sm_90a: O = softmax(scale * Q K^T + bias + mask) V, with LSE and output residual.
+
+Layouts (all 5-d tensors are read and written through TMA, any strides that are multiples of 16 bytes):
+    q, k, v, out, residual   (B, I, H, N, D)   16-bit, D contiguous
+    bias                     (B, H, N, N)      16-bit or float32, shared by all I rows
+    mask                     (B, I, Npad)      float32, added to the scores (natural log units), -inf excludes a key
+    lse                      (B, I, H, N)      float32, natural logarithm
+
+One task is (b, h, 64 * W queries, R rows): a CTA keeps R rows of queries in shared memory and walks the keys in tiles
+of tile_n; every bias tile it loads serves all R rows. Persistent grid, static round-robin over the tasks.
+
+Warp roles: warpgroup 0 is the producer (one warp issues TMA, its registers are given away); each of the W consumer
+warpgroups owns 64 queries. A consumer step, for one key tile of one row:
+    1. score   S = Q K^T (wgmma, both operands in shared memory). With bias_mode "mma" the accumulator starts from
+               bias / scale, made by warp-level MMAs of (1/scale) * I with the bias tile; with "add" it starts from
+               zero and the step ends with S * scale + bias on the CUDA cores.
+    2. softmax base 2, running row offset m raised only when a score exceeds it by more than 8 (log2 units), so most
+               steps need neither shuffles nor a rescale of O. P is rounded to 16 bits and stays in registers.
+    3. value   O += P V (wgmma, A from registers), left in flight during the next step's score GEMM.
+The row sum is taken over the rounded P by warp-level MMAs with a ones vector (sum_mode "mma") or over the float32 P
+on the CUDA cores ("add").
+
+Sources: online softmax (Milakov & Gimelshein 2018; FlashAttention-2/3); lazy offset as in FlashAttention-4;
+output residual from TurboPairFormer (arXiv 2610.05854).
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ..common.fragments import DTYPES, mma_m16n8k16, ones_pair, rows_view, scaled_identity, stacked
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+RESCALE_LOG2 = 8.0  # P <= 2^8 stays far inside the range of both 16-bit types
+Q_ROWS = 64         # queries of one consumer warpgroup: the M of wgmma
+
+
+class TriangleAttentionForwardSm90:
+    """The kernel of one (variant, config): see templates/triangle_attention/config.py for the parameters."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.bias_dtype = DTYPES[variant["bias_dtype"]]
+        self.tile_hdim = variant["tile_hdim"]
+        self.bias_terms = variant["bias_terms"]
+        self.has_mask, self.has_residual = variant["mask"], variant["residual"]
+        self.tile_n, self.warpgroups, self.rows = config.tile_n, config.consumer_warpgroups, config.rows_per_cta
+        self.kv_stages, self.bias_stages, self.q_stages = config.kv_stages, config.bias_stages, config.q_stages
+        self.ctas_per_sm, self.crop = config.ctas_per_sm, config.crop
+        self.bias_by_mma, self.sum_by_mma = config.bias_mode == "mma", config.sum_mode == "mma"
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+        self.task_queries = Q_ROWS * self.warpgroups
+        self.q_tiles_per_stage = self.rows * self.warpgroups
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        n, d = self.tile_n, self.tile_hdim
+        self.tiled_mma_qk = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            atom_layout_mnk=(1, 1, 1), tiler_mn=(Q_ROWS, n),
+        )
+        self.tiled_mma_pv = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
+            atom_layout_mnk=(1, 1, 1), tiler_mn=(Q_ROWS, d), a_source=warpgroup.OperandSource.RMEM,
+        )
+        self.q_layout = sm90.make_smem_layout_a(row_major, (Q_ROWS, n, d), self.dtype, self.q_stages * self.q_tiles_per_stage)
+        self.k_layout = sm90.make_smem_layout_b(row_major, (Q_ROWS, n, d), self.dtype, self.kv_stages)
+        # V is loaded as (keys, D) rows and read by the MMA through its transposed view: the bytes are the same.
+        self.v_layout = sm90.make_smem_layout_b(row_major, (Q_ROWS, n, d), self.dtype, self.kv_stages)
+        self.vt_layout = sm90.make_smem_layout_b(col_major, (Q_ROWS, d, n), self.dtype, self.kv_stages)
+        self.b_layout = sm90.make_smem_layout_epi(self.bias_dtype, row_major, (Q_ROWS, n), self.bias_stages * self.warpgroups)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (Q_ROWS, d), self.warpgroups)
+
+    def _storage(self):
+        mask_floats = self.kv_stages * self.tile_n if self.has_mask else 4
+
+        @cute.struct
+        class Storage:
+            bar_q: cute.struct.MemRange[Int64, 2 * self.q_stages]
+            bar_k: cute.struct.MemRange[Int64, 2 * self.kv_stages]
+            bar_v: cute.struct.MemRange[Int64, 2 * self.kv_stages]
+            bar_b: cute.struct.MemRange[Int64, 2 * self.bias_stages]
+            mask: cute.struct.Align[cute.struct.MemRange[Float32, mask_floats], 128]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.vt_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.bias_dtype, cute.cosize(self.b_layout)], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.o_layout)], 1024]
+
+        return Storage
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,  # (B, I, H, N, D)
+        mBias: cute.Tensor,  # (B, H, N, N)
+        mMask: cute.Tensor | None,  # (B, I, Npad) float32
+        mO: cute.Tensor,  # (B, I, H, N, D)
+        mR: cute.Tensor | None,  # (B, I, H, N, D)
+        mLSE: cute.Tensor,  # (B, I, H, N) float32
+        scale: Float32,
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self._setup()
+        # Matrix modes first: (N, D, H, I, B), (Nq, Nk, H, B), (1, Npad, I, B).
+        q, k, v, o = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0])) for t in (mQ, mK, mV, mO))
+        bias = cute.make_tensor(mBias.iterator, cute.select(mBias.layout, mode=[2, 3, 1, 0]))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        one = lambda layout: cute.slice_(layout, (None, None, 0))
+        tma_q, gQ = cpasync.make_tiled_tma_atom(load, q, one(self.q_layout), (Q_ROWS, self.tile_hdim))
+        tma_k, gK = cpasync.make_tiled_tma_atom(load, k, one(self.k_layout), (self.tile_n, self.tile_hdim))
+        tma_v, gV = cpasync.make_tiled_tma_atom(load, v, one(self.v_layout), (self.tile_n, self.tile_hdim))
+        tma_b, gB = cpasync.make_tiled_tma_atom(load, bias, one(self.b_layout), (Q_ROWS, self.tile_n))
+        tma_o, gO = cpasync.make_tiled_tma_atom(store, o, one(self.o_layout), (Q_ROWS, self.tile_hdim))
+        tma_r, gR = None, None
+        if const_expr(self.has_residual):
+            r = cute.make_tensor(mR.iterator, cute.select(mR.layout, mode=[3, 4, 2, 1, 0]))
+            tma_r, gR = cpasync.make_tiled_tma_atom(store, r, one(self.o_layout), (Q_ROWS, self.tile_hdim))
+        tma_m, gM = None, None
+        if const_expr(self.has_mask):
+            m = cute.make_tensor(
+                mMask.iterator, cute.prepend(cute.select(mMask.layout, mode=[2, 1, 0]), cute.make_layout(1, stride=0))
+            )
+            m_layout = cute.make_layout((1, self.tile_n), stride=(self.tile_n, 1))
+            tma_m, gM = cpasync.make_tiled_tma_atom(load, m, m_layout, (1, self.tile_n))
+
+        batch, rows, heads, crop = mQ.shape[0], mQ.shape[1], mQ.shape[2], mQ.shape[3]
+        q_blocks = cute.ceil_div(crop, self.task_queries)
+        row_groups = cute.ceil_div(rows, self.rows)
+        tasks = q_blocks * heads * row_groups * batch
+        grid = cutlass.min(tasks, num_ctas * self.ctas_per_sm)
+        self.kernel(
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_b, gB, tma_m, gM, tma_o, gO, tma_r, gR, mLSE,
+            scale, crop, heads, rows, q_blocks, row_groups, tasks,
+        ).launch(
+            grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream,
+            min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, tma_b: cute.CopyAtom, gB: cute.Tensor,
+        tma_m: cute.CopyAtom | None, gM: cute.Tensor | None,
+        tma_o: cute.CopyAtom, gO: cute.Tensor, tma_r: cute.CopyAtom | None, gR: cute.Tensor | None,
+        mLSE: cute.Tensor, scale: Float32, crop: Int32, heads: Int32, rows: Int32,
+        q_blocks: Int32, row_groups: Int32, tasks: Int32,
+    ):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in (tma_q, tma_k, tma_v, tma_b, tma_m, tma_o, tma_r):
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
+
+        Storage = self._storage()
+        assert Storage.size_in_bytes() * self.ctas_per_sm <= cutlass.memory.get_smem_capacity_in_bytes("sm_90")
+        sm = cutlass.memory.SmemAllocator().allocate(Storage)
+        tensor = lambda field, layout: field.get_tensor(layout.outer, swizzle=layout.inner)
+        sQ, sK, sB, sO = (tensor(f, x) for f, x in ((sm.q, self.q_layout), (sm.k, self.k_layout), (sm.b, self.b_layout), (sm.o, self.o_layout)))
+        sV, sVt = tensor(sm.v, self.v_layout), tensor(sm.v, self.vt_layout)
+        sM = sm.mask.get_tensor(cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, self.tile_n))) if const_expr(self.has_mask) else None
+
+        one_thread = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups)  # one arrival a warp
+        tile_bytes = lambda layout, dtype: cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
+        kv_bytes = tile_bytes(self.k_layout, self.dtype)
+        ring = lambda bars, stages, tx, defer: pipeline.PipelineTmaAsync.create(
+            num_stages=stages, producer_group=one_thread, consumer_group=consumers, tx_count=tx,
+            barrier_storage=bars.data_ptr(), defer_sync=defer,
+        )
+        pipe_q = ring(sm.bar_q, self.q_stages, tile_bytes(self.q_layout, self.dtype) * self.q_tiles_per_stage, True)
+        pipe_k = ring(sm.bar_k, self.kv_stages, kv_bytes + (4 * self.tile_n if self.has_mask else 0), True)
+        pipe_v = ring(sm.bar_v, self.kv_stages, kv_bytes, True)
+        pipe_b = ring(sm.bar_b, self.bias_stages, tile_bytes(self.b_layout, self.bias_dtype) * self.warpgroups, False)
+
+        key_tiles = cute.ceil_div(crop, self.tile_n)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(
+                    pipe_q, pipe_k, pipe_v, pipe_b, tma_q, gQ, sQ, tma_k, gK, sK, tma_v, gV, sV, tma_b, gB, sB,
+                    tma_m, gM, sM, heads, q_blocks, row_groups, tasks, key_tiles,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.mma(
+                pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE,
+                scale, crop, heads, rows, q_blocks, row_groups, tasks, key_tiles,
+            )
+
+    @cute.jit
+    def decode(self, task: Int32, heads: Int32, q_blocks: Int32, row_groups: Int32):
+        """task -> (query block, head, row group, batch). Queries fastest, so that the K and V of the rows in flight
+        and the whole bias stay in L2."""
+        rest, q_block = task // q_blocks, task % q_blocks
+        rest, head = rest // heads, rest % heads
+        return q_block, head, rest % row_groups, rest // row_groups
+
+    # ---- device: producer ---------------------------------------------------------------------------------------
+    @cute.jit
+    def load(
+        self, pipe_q, pipe_k, pipe_v, pipe_b, tma_q, gQ, sQ, tma_k, gK, sK, tma_v, gV, sV, tma_b, gB, sB,
+        tma_m, gM, sM, heads, q_blocks, row_groups, tasks, key_tiles,
+    ):
+        solo = cute.make_layout(1)
+        flat = lambda t: cute.group_modes(t, 0, 2)
+        tile = lambda g, shape, coord: cute.local_tile(g, shape, coord)
+        # Tiles over every remaining coordinate: (atom, tile index, head, row, batch).
+        tQsQ, tQgQ = cpasync.tma_partition(tma_q, 0, solo, flat(sQ), flat(tile(gQ, (Q_ROWS, self.tile_hdim), (None, 0, None, None, None))))
+        tKsK, tKgK = cpasync.tma_partition(tma_k, 0, solo, flat(sK), flat(tile(gK, (self.tile_n, self.tile_hdim), (None, 0, None, None, None))))
+        tVsV, tVgV = cpasync.tma_partition(tma_v, 0, solo, flat(sV), flat(tile(gV, (self.tile_n, self.tile_hdim), (None, 0, None, None, None))))
+        tBsB, tBgB = cpasync.tma_partition(tma_b, 0, solo, flat(sB), flat(tile(gB, (Q_ROWS, self.tile_n), (None, None, None, None))))
+        tMsM, tMgM = None, None
+        if const_expr(self.has_mask):
+            tMsM, tMgM = cpasync.tma_partition(tma_m, 0, solo, flat(sM), flat(tile(gM, (1, self.tile_n), (0, None, None, None))))
+
+        make_state = pipeline.make_pipeline_state
+        q_state, b_state = (make_state(pipeline.PipelineUserType.Producer, s) for s in (self.q_stages, self.bias_stages))
+        k_state, v_state = (make_state(pipeline.PipelineUserType.Producer, self.kv_stages) for _ in range(2))
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        for task in cutlass.range(cta, tasks, ctas, unroll=1):
+            q_block, head, row_group, batch = self.decode(task, heads, q_blocks, row_groups)
+            row0 = row_group * self.rows
+            pipe_q.producer_acquire(q_state)
+            for r in cutlass.range_constexpr(self.rows):
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    cute.copy(
+                        tma_q, tQgQ[None, q_block * self.warpgroups + w, head, row0 + r, batch],
+                        tQsQ[None, q_state.index * self.q_tiles_per_stage + r * self.warpgroups + w],
+                        tma_bar_ptr=pipe_q.producer_get_barrier(q_state),
+                    )
+            q_state.advance()
+            for j in cutlass.range(key_tiles, unroll=1):
+                pipe_b.producer_acquire(b_state)
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    cute.copy(
+                        tma_b, tBgB[None, q_block * self.warpgroups + w, j, head, batch],
+                        tBsB[None, b_state.index * self.warpgroups + w], tma_bar_ptr=pipe_b.producer_get_barrier(b_state),
+                    )
+                b_state.advance()
+                for r in cutlass.range_constexpr(self.rows):
+                    pipe_k.producer_acquire(k_state)
+                    cute.copy(tma_k, tKgK[None, j, head, row0 + r, batch], tKsK[None, k_state.index],
+                              tma_bar_ptr=pipe_k.producer_get_barrier(k_state))
+                    if const_expr(self.has_mask):
+                        cute.copy(tma_m, tMgM[None, j, row0 + r, batch], tMsM[None, k_state.index],
+                                  tma_bar_ptr=pipe_k.producer_get_barrier(k_state))
+                    k_state.advance()
+                    pipe_v.producer_acquire(v_state)
+                    cute.copy(tma_v, tVgV[None, j, head, row0 + r, batch], tVsV[None, v_state.index],
+                              tma_bar_ptr=pipe_v.producer_get_barrier(v_state))
+                    v_state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe_q.producer_tail(q_state)
+        pipe_b.producer_tail(b_state)
+        pipe_k.producer_tail(k_state)
+        pipe_v.producer_tail(v_state)
+
+    # ---- device: consumers --------------------------------------------------------------------------------------
+    @cute.jit
+    def mma(
+        self, pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE,
+        scale, crop, heads, rows, q_blocks, row_groups, tasks, key_tiles,
+    ):
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        mma_qk, mma_pv = self.tiled_mma_qk, self.tiled_mma_pv
+        tSrQ = mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(sQ))
+        tSrK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(sK))
+        tOrV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt))
+        acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((Q_ROWS, self.tile_n)), Float32)
+        o_shape = mma_pv.partition_shape_C((Q_ROWS, self.tile_hdim))
+        all_O = cute.make_rmem_tensor(self.rows * cute.size(o_shape), Float32)
+        tOrP = mma_pv.make_fragment_A(mma_pv.partition_shape_A((Q_ROWS, self.tile_n)))
+        row_max = cute.make_rmem_tensor(2 * self.rows, Float32)   # offset m, in score units
+        row_sum = cute.make_rmem_tensor(2 * self.rows, Float32)   # sum_mode add: of this thread's columns only
+
+        # Score units: "mma" keeps S / scale (exponent factor scale * log2 e), "add" keeps natural logits.
+        inv_scale = cute.math.rcp(scale) if const_expr(self.bias_by_mma) else Float32(1.0)
+        exp_factor = scale * LOG2_E if const_expr(self.bias_by_mma) else Float32(LOG2_E)
+        slack = RESCALE_LOG2 * cute.math.rcp(exp_factor)
+        identity = self.bias_identity(inv_scale, tidx) if const_expr(self.bias_by_mma) else None
+
+        make_state = pipeline.make_pipeline_state
+        q_state, b_state = (make_state(pipeline.PipelineUserType.Consumer, s) for s in (self.q_stages, self.bias_stages))
+        k_state, v_state = (make_state(pipeline.PipelineUserType.Consumer, self.kv_stages) for _ in range(2))
+        v_done = make_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        for task in cutlass.range(cta, tasks, ctas, unroll=1):
+            q_block, head, row_group, batch = self.decode(task, heads, q_blocks, row_groups)
+            all_O.fill(0.0)
+            row_sum.fill(0.0)
+            row_max.fill(-Float32.inf)
+            pipe_q.consumer_wait(q_state)
+            q_tile = q_state.index * self.q_tiles_per_stage + wg
+            for j in cutlass.range(key_tiles, unroll=1):
+                pipe_b.consumer_wait(b_state)
+                for r in cutlass.range_constexpr(self.rows):
+                    acc_O = stacked(all_O, r, o_shape)
+                    sB_tile = sB[None, None, b_state.index * self.warpgroups + wg]
+                    # 1. score
+                    if const_expr(self.bias_by_mma):
+                        self.preload_bias(acc_S, sB_tile, identity, tidx)
+                        if const_expr(r == self.rows - 1):
+                            pipe_b.consumer_release(b_state)
+                    pipe_k.consumer_wait(k_state)
+                    mma_qk.set(warpgroup.Field.ACCUMULATE, self.bias_by_mma)
+                    warpgroup.fence()
+                    cute.gemm(mma_qk, acc_S, tSrQ[None, None, None, q_tile + r * self.warpgroups],
+                              tSrK[None, None, None, k_state.index], acc_S)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)  # also ends the P V of the step before
+                    if const_expr(r > 0):
+                        pipe_v.consumer_release(v_done)
+                        v_done.advance()
+                    else:
+                        if j > 0:
+                            pipe_v.consumer_release(v_done)
+                            v_done.advance()
+                    if const_expr(not self.bias_by_mma):
+                        self.add_bias(acc_S, sB_tile, scale, tidx)
+                        if const_expr(r == self.rows - 1):
+                            pipe_b.consumer_release(b_state)
+                    if const_expr(self.has_mask):
+                        self.apply_mask(acc_S, sM[0, None, k_state.index], inv_scale, tidx)
+                    elif const_expr(self.crop == 0 or self.crop % self.tile_n != 0):
+                        if (j + 1) * self.tile_n > crop:
+                            self.mask_tail(acc_S, crop - j * self.tile_n, tidx)
+                    pipe_k.consumer_release(k_state)
+                    k_state.advance()
+                    # 2. softmax
+                    self.softmax_step(acc_S, acc_O, row_max, row_sum, r, exp_factor, slack)
+                    tOrP.store(cute.make_tensor(acc_S.iterator, tOrP.layout).load().to(self.dtype))
+                    if const_expr(self.sum_by_mma):
+                        self.add_row_sums(tOrP, row_sum, r)
+                    # 3. value
+                    pipe_v.consumer_wait(v_state)
+                    mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.fence()
+                    cute.gemm(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_state.index], acc_O)
+                    warpgroup.commit_group()
+                    v_state.advance()
+                b_state.advance()
+            pipe_q.consumer_release(q_state)
+            q_state.advance()
+            warpgroup.wait_group(0)
+            pipe_v.consumer_release(v_done)
+            v_done.advance()
+            for r in cutlass.range_constexpr(self.rows):
+                self.epilogue(
+                    stacked(all_O, r, o_shape), row_max, row_sum, r, exp_factor, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+                    (q_block, head, row_group * self.rows + r, batch), crop, rows,
+                )
+        if cute.arch.make_warp_uniform(tidx // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def bias_identity(self, inv_scale: Float32, tidx: Int32):
+        """(1/scale) * I as two A fragments, high and low part: their sum has twice the 16-bit mantissa, and the low
+        part is zero when 1/scale is a power of two (D = 16, 64)."""
+        high = cute.make_rmem_tensor(8, self.bias_dtype)
+        low = cute.make_rmem_tensor(8, self.bias_dtype)
+        rounded = inv_scale.to(self.bias_dtype).to(Float32)
+        scaled_identity(high, rounded, tidx % 32, self.bias_dtype)
+        scaled_identity(low, inv_scale - rounded, tidx % 32, self.bias_dtype)
+        return cute.recast_tensor(high, Int32), cute.recast_tensor(low, Int32)
+
+    @cute.jit
+    def preload_bias(self, acc_S: cute.Tensor, sB_tile: cute.Tensor, identity, tidx: Int32):
+        """acc_S = bias / scale. Each warp reads its 16 query rows, 16 keys at a time, as transposed B fragments."""
+        high, low = identity
+        lane, warp_in_wg = tidx % 32, tidx // 32
+        row = warp_in_wg * 16 + lane % 16   # ldmatrix lanes: two 8-row halves, then the next 8 keys
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.bias_dtype)
+        lane_rows = cute.local_tile(sB_tile, (1, 8), (row, None))  # (1, 8, tile_n / 8)
+        zero = Float32(0.0)
+        for i in cutlass.range_constexpr(self.tile_n // 16):
+            frag = cute.make_rmem_tensor(((8, 1),), self.bias_dtype)
+            src = lane_rows[0, None, 2 * i + lane // 16]
+            cute.copy(atom, cute.make_tensor(src.iterator.align(16), cute.make_layout(((8, 1),))), frag)
+            b = cute.recast_tensor(cute.make_tensor(frag.iterator, cute.make_layout(8)), Int32)
+            for j in cutlass.range_constexpr(2):
+                c = mma_m16n8k16([high[x] for x in range(4)], [b[2 * j], b[2 * j + 1]], [zero] * 4, self.bias_dtype)
+                if const_expr(self.bias_terms == 2):
+                    c = mma_m16n8k16([low[x] for x in range(4)], [b[2 * j], b[2 * j + 1]], c, self.bias_dtype)
+                for x in cutlass.range_constexpr(4):
+                    acc_S[8 * i + 4 * j + x] = c[x]
+
+    @cute.jit
+    def add_bias(self, acc_S: cute.Tensor, sB_tile: cute.Tensor, scale: Float32, tidx: Int32):
+        """acc_S = acc_S * scale + bias, the tile read in the accumulator's own layout."""
+        if const_expr(self.bias_dtype.width == 16):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.bias_dtype)
+            tiled = cute.make_tiled_copy_C(atom, self.tiled_mma_qk)
+            src = tiled.get_slice(tidx).partition_S(sB_tile)
+            frag = cute.make_rmem_tensor(acc_S.shape, self.bias_dtype)
+            cute.copy(tiled, src, tiled.retile(frag))
+            acc_S.store(acc_S.load() * scale + frag.load().to(Float32))
+        else:
+            src = self.tiled_mma_qk.get_slice(tidx).partition_C(sB_tile)
+            frag = cute.make_rmem_tensor(acc_S.shape, Float32)
+            cute.autovec_copy(src, frag)
+            acc_S.store(acc_S.load() * scale + frag.load())
+
+    @cute.jit
+    def apply_mask(self, acc_S: cute.Tensor, sM_tile: cute.Tensor, inv_scale: Float32, tidx: Int32):
+        """Add this tile's key mask; a tile without masked keys costs one vote."""
+        dirty = Float32(0.0)
+        for i in cutlass.range_constexpr((self.tile_n + 31) // 32):
+            column = tidx % 32 + 32 * i
+            if column < self.tile_n:
+                dirty = cute.arch.fmax(dirty, -sM_tile[column])
+                dirty = cute.arch.fmax(dirty, sM_tile[column])
+        if cute.arch.vote_any_sync(dirty > 0.0):
+            scores = rows_view(acc_S)
+            for n in cutlass.range_constexpr(self.tile_n // 4):
+                value = sM_tile[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
+                for r in cutlass.range_constexpr(2):
+                    # A select, not a sum: NaN in the K of an excluded key must not reach the output.
+                    scores[r, n] = -Float32.inf if value == -Float32.inf else scores[r, n] + value * inv_scale
+
+    @cute.jit
+    def mask_tail(self, acc_S: cute.Tensor, keys_left: Int32, tidx: Int32):
+        """Exclude the columns beyond the crop: TMA filled them with zeros."""
+        scores = rows_view(acc_S)
+        for n in cutlass.range_constexpr(self.tile_n // 4):
+            outside = 8 * (n // 2) + 2 * (tidx % 4) + n % 2 >= keys_left
+            for r in cutlass.range_constexpr(2):
+                scores[r, n] = -Float32.inf if outside else scores[r, n]
+
+    @cute.jit
+    def softmax_step(self, acc_S, acc_O, row_max, row_sum, r: cutlass.Constexpr, exp_factor: Float32, slack: Float32):
+        """acc_S becomes P = exp2((S - m) * exp_factor) in float32; m, O and the row sum are rescaled when m must rise."""
+        scores, outs = rows_view(acc_S), rows_view(acc_O)
+        local = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range_constexpr(2):
+            # Two chains a row halve the latency of the running maximum.
+            even, odd = scores[i, 0], scores[i, 1]
+            for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
+                even, odd = cute.arch.fmax(even, scores[i, n]), cute.arch.fmax(odd, scores[i, n + 1])
+            local[i] = cute.arch.fmax(even, odd)
+        rises = (local[0] > row_max[2 * r] + slack) | (local[1] > row_max[2 * r + 1] + slack)
+        if cute.arch.vote_any_sync(rises):
+            for i in cutlass.range_constexpr(2):
+                old = row_max[2 * r + i]
+                new = cute.arch.fmax(old, cute.arch.warp_reduction_max(local[i], threads_in_group=4))
+                # Both -inf: no key so far, O and the sum are zero and any finite factor keeps them so.
+                factor = Float32(1.0) if new == -Float32.inf else cute.math.exp2((old - new) * exp_factor, fastmath=True)
+                row_max[2 * r + i] = new
+                row_sum[2 * r + i] *= factor
+                for n in cutlass.range_constexpr(self.tile_hdim // 4):
+                    outs[i, n] *= factor
+        for i in cutlass.range_constexpr(2):
+            m = row_max[2 * r + i]
+            offset = Float32(0.0) if m == -Float32.inf else m * exp_factor
+            for n in cutlass.range_constexpr(self.tile_n // 4):
+                scores[i, n] = cute.math.exp2(scores[i, n] * exp_factor - offset, fastmath=True)
+            if const_expr(not self.sum_by_mma):
+                even, odd = scores[i, 0], scores[i, 1]
+                for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
+                    even, odd = even + scores[i, n], odd + scores[i, n + 1]
+                row_sum[2 * r + i] += even + odd
+
+    @cute.jit
+    def add_row_sums(self, tOrP: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr):
+        """Row sums of the rounded P: P times a ones column, over the whole quad at once."""
+        p = cute.recast_tensor(cute.make_tensor(tOrP.iterator, cute.make_layout(cute.size(tOrP))), Int32)
+        ones, zero = ones_pair(self.dtype), Float32(0.0)
+        c = [row_sum[2 * r], zero, row_sum[2 * r + 1], zero]
+        for k in cutlass.range_constexpr(self.tile_n // 16):
+            c = mma_m16n8k16([p[4 * k + i] for i in range(4)], [ones, ones], c, self.dtype)
+        row_sum[2 * r], row_sum[2 * r + 1] = c[0], c[2]
+
+    # ---- device: epilogue ---------------------------------------------------------------------------------------
+    @cute.jit
+    def epilogue(
+        self, acc_O, row_max, row_sum, r: cutlass.Constexpr, exp_factor, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+        coord, crop, rows,
+    ):
+        q_block, head, row, batch = coord
+        outs = rows_view(acc_O)
+        query0 = (q_block * self.warpgroups + wg) * Q_ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+        for i in cutlass.range_constexpr(2):
+            total, m = row_sum[2 * r + i], row_max[2 * r + i]
+            if const_expr(not self.sum_by_mma):
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
+            empty = total == 0.0  # no key left: zeros and LSE -inf
+            norm = Float32(0.0) if empty else cute.math.rcp(total)
+            lse = -Float32.inf if empty else (m * exp_factor + cute.math.log2(total)) * LN_2
+            if tidx % 4 == 0:
+                if query0 + 8 * i < crop:
+                    if row < rows:
+                        mLSE[batch, row, head, query0 + 8 * i] = lse
+            for n in cutlass.range_constexpr(self.tile_hdim // 4):
+                outs[i, n] *= norm
+        rounded = cute.make_rmem_tensor(acc_O.shape, self.dtype)
+        rounded.store(acc_O.load().to(self.dtype))
+        self.store_tile(rounded, tidx, wg, sO, tma_o, gO, coord)
+        if const_expr(self.has_residual):
+            acc_O.store(acc_O.load() - rounded.load().to(Float32))
+            rounded.store(acc_O.load().to(self.dtype))
+            self.store_tile(rounded, tidx, wg, sO, tma_r, gR, coord)
+
+    @cute.jit
+    def store_tile(self, frag, tidx, wg, sO, tma, g, coord):
+        """Registers -> this warpgroup's 64 x D buffer -> TMA store, clipped at the edges of (N, D, I)."""
+        q_block, head, row, batch = coord
+        barrier = pipeline.NamedBarrier(barrier_id=1, num_threads=128)
+        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4 if self.tile_hdim >= 16 else 2), self.dtype)
+        tiled = cute.make_tiled_copy_C(atom, self.tiled_mma_pv)
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store before has left the buffer
+        self.warpgroup_sync(wg)
+        cute.copy(tiled, tiled.retile(frag), tiled.get_slice(tidx).partition_D(sO[None, None, wg]))
+        cute.arch.fence_view_async_shared()
+        self.warpgroup_sync(wg)
+        if leader:
+            tiles = cute.local_tile(g, (Q_ROWS, self.tile_hdim), (None, 0, None, None, None))
+            src, dst = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
+            cute.copy(tma, src[None, wg], dst[None, q_block * self.warpgroups + wg, head, row, batch])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def warpgroup_sync(self, wg: Int32):
+        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic shapes; returns the DSL's compiled function."""
+    fake = cute.runtime.make_fake_tensor
+    dtype, bias_dtype = DTYPES[variant["dtype"]], DTYPES[variant["bias_dtype"]]
+    batch, rows, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+    crop = config.crop if config.crop else cute.sym_int()
+    stride = lambda divisor: cute.sym_int64(divisibility=divisor)
+    wide = lambda: fake(dtype, (batch, rows, heads, crop, dim), (*(stride(8) for _ in range(4)), 1), assumed_align=16)
+    step = 16 // (bias_dtype.width // 8)
+    bias = fake(bias_dtype, (batch, heads, crop, crop), (*(stride(step) for _ in range(3)), 1), assumed_align=16)
+    mask = None
+    if variant["mask"]:
+        mask = fake(Float32, (batch, rows, cute.sym_int(divisibility=256)), (stride(256), stride(256), 1), assumed_align=16)
+    lse = fake(Float32, (batch, rows, heads, crop), (*(stride(1) for _ in range(3)), 1), assumed_align=4)
+    residual = wide() if variant["residual"] else None
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = TriangleAttentionForwardSm90(variant, config, registers)
+    return cute.compile(
+        kernel, wide(), wide(), wide(), bias, mask, wide(), residual, lse, Float32(1.0), Int32(1), stream, options=options
+    )

@@ -1,0 +1,74 @@
+"""The application: the verbs put together, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from tpf_jit.cli import bench, db, doctor, kernels, records
+from tpf_jit.errors import TpfError
+
+app = typer.Typer(
+    name="tpf-jit",
+    help="Triangle attention kernels: compile, tune, inspect. Every reading command takes --json.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from tpf_jit import __version__
+
+        print(f"tpf-jit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+app.command("doctor")(doctor.doctor)
+app.command("compile")(kernels.compile_kernels)
+app.command("explain")(kernels.explain)
+app.command("tune")(kernels.tune)
+app.command("demo")(kernels.demo)
+app.add_typer(bench.app, name="bench")
+app.add_typer(db.app, name="db")
+app.add_typer(records.app, name="records")
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name) and give the exit code."""
+    command = typer.main.get_command(app)
+    try:
+        result: Any = command.main(args=argv, prog_name="tpf-jit", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except TpfError as error:
+        return _fail(error, 1)
+    except BrokenPipeError:
+        # The reader (head, less) has what it wanted; point stdout elsewhere so that the flush at exit is silent too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except Exception as error:
+        # Usage errors come from click, which typer carries inside itself or as a package, by version.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            message = error.format_message()
+            return _fail(message, error.exit_code) if message else error.exit_code
+        raise
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"Error: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,70 @@
+"""Every exception and warning that tpf_jit raises on purpose.
+
+All of them derive from `TpfError`, so `except tpf_jit.errors.TpfError` catches exactly what the library means to say; each also
+derives from the built-in class that callers would expect (`ValueError` for a wrong argument, `RuntimeError` for the rest).
+Every one is built from one message, so instances survive pickling between worker processes.
+"""
+
+from __future__ import annotations
+
+
+class TpfError(Exception):
+    """Base of every error that tpf_jit raises on purpose."""
+
+
+class InvalidInput(TpfError, ValueError):
+    """An argument is wrong: the message names the argument, what came, and what is allowed."""
+
+    @classmethod
+    def of(cls, argument: str, got: object, allowed: str) -> InvalidInput:
+        """Build the error in the project's one wording.
+
+        Args:
+            argument: name of the argument as the caller knows it.
+            got: what was passed, described in words (a shape, a dtype, a value).
+            allowed: what would have been accepted.
+        """
+        return cls(f"{argument}: got {got}; allowed: {allowed}")
+
+
+class ShapeUnsupported(TpfError, ValueError):
+    """No template serves this shape (ordinary calls take the PyTorch path instead; explicit compiles raise this)."""
+
+
+class NoKernel(TpfError, RuntimeError):
+    """There is no kernel for this template and architecture, or it cannot be built here."""
+
+
+class CompileFailed(TpfError, RuntimeError):
+    """A kernel did not compile; the message carries the compiler's log."""
+
+
+class ColdKernelInCapture(TpfError, RuntimeError):
+    """A CUDA graph is being captured and the kernel is not loaded yet; raised before the stream is touched.
+
+    The remedy is to call `tpf_jit.warmup(...)` with the shape, or to run one call of it, before capturing.
+    """
+
+
+class CacheUntrusted(TpfError, RuntimeError):
+    """The object cache belongs to, or can be written by, somebody else: loading from it would run their code."""
+
+
+class DatabaseError(TpfError, RuntimeError):
+    """The tuning database is damaged, locked for too long, or of an unknown version."""
+
+
+class MeasurementFailed(TpfError, RuntimeError):
+    """A timing could not be taken, or was too unsteady to be used."""
+
+
+class NotDifferentiable(TpfError, RuntimeError):
+    """A second derivative was asked for; the gradients of triangle attention have no gradients of their own."""
+
+
+class FallbackWarning(UserWarning):
+    """A call took the PyTorch path; given once a process for each distinct reason."""
+
+
+class CacheWarning(UserWarning):
+    """The object cache cannot be used as asked (read-only, full disk), so kernels stay in memory."""

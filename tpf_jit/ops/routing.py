@@ -1,0 +1,124 @@
+"""Kernel or PyTorch: the decision for a call, from metadata only, and the one seam to the kernels.
+
+The same call takes the same path on every rank and in a checkpointed recompute, because nothing but shapes, dtypes, strides and
+the device is looked at.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpf_jit import kernels
+from tpf_jit.device import current_device
+from tpf_jit.errors import CompileFailed, FallbackWarning, NoKernel
+from tpf_jit.shape import BIAS_DTYPES, KERNEL_DTYPES, MAX_HEAD_DIM, TriangleAttentionShape, dtype_name
+from tpf_jit.templates import registry
+from tpf_jit.templates.triangle_attention.layout import outer_sizes
+
+FORWARD = "triangle_attention/forward"
+
+EMPTY = "the tensors are empty"
+
+_warned: set[str] = set()
+
+
+class Hardware(NamedTuple):
+    """What a device offers: its architecture where kernels exist for it (else None and why), and its number of SMs."""
+
+    arch: str | None
+    reason: str
+    sms: int
+
+
+class Launch(NamedTuple):
+    """A loaded kernel and the grid it is launched with."""
+
+    function: Callable[..., None]
+    num_ctas: int
+
+
+def fallback_reason(q: Tensor, bias: Tensor) -> str | None:
+    """Why no kernel of any kind takes a call of canonical rank, or None if some may (see `unsupported`)."""
+    found = hardware(q.device)
+    if found.arch is None:
+        return found.reason
+    if q.dtype not in _KERNEL_DTYPES:
+        return f"q, k and v are {dtype_name(q.dtype)}, and kernels take {' and '.join(KERNEL_DTYPES)}"
+    if bias.dtype not in _BIAS_DTYPES:
+        return f"the bias is {dtype_name(bias.dtype)}, and kernels take {', '.join(BIAS_DTYPES)}"
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"the head dim is {q.shape[-1]}, and kernels take up to {MAX_HEAD_DIM}"
+    return EMPTY if q.numel() == 0 else None
+
+
+def unsupported(shape: TriangleAttentionShape, device: torch.device) -> str | None:
+    """Why no registered forward template for a device serves the shape, or None if one does."""
+    reasons, arch = [], hardware(device).arch
+    for template in registry.templates(op=shape.op, direction="forward", arch=arch):
+        served, reason = template.supports(shape)
+        if served:
+            return None
+        reasons.append(f"{template.name}: {reason}")
+    return "; ".join(reasons) or f"no template of {shape.op} forward is registered for {arch}"
+
+
+def kernel_shape(q: Tensor, bias: Tensor, mask: Tensor | None) -> TriangleAttentionShape:
+    """The problem as a kernel sees it: batch and rows folded by how the bias is shared (see `shape.fold`)."""
+    batch, rows, heads, crop, dim = q.shape
+    batch, rows = outer_sizes(batch, rows, bias)
+    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+    return _shape(crop, heads, dim, rows, batch, q.dtype, bias.dtype, kind)
+
+
+@lru_cache(maxsize=4096)
+def _shape(*fields) -> TriangleAttentionShape:
+    return TriangleAttentionShape(*fields)
+
+
+def hardware(device: torch.device) -> Hardware:
+    """What the device of a call offers; looked up once a device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return Hardware(None, f"the tensors are on {device.type}, and kernels run on Hopper GPUs", 0)
+    return _cuda_hardware(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _cuda_hardware(index: int) -> Hardware:
+    found = current_device(index)
+    if found is None:
+        return Hardware(None, f"the properties of CUDA device {index} cannot be read", 0)
+    major, minor = found.compute_capability
+    reason = f"{found.name} (compute capability {major}.{minor}) is not a Hopper GPU (9.0)"
+    return Hardware(found.arch, "" if found.arch else reason, found.sms)
+
+
+def find_kernel(shape: TriangleAttentionShape, residual: bool, device: torch.device) -> Launch | str:
+    """The kernel for a call, compiled and loaded on first use, or why there is none.
+
+    Raises:
+        ColdKernelInCapture: a CUDA graph is being captured and the kernel is not loaded; the stream is untouched.
+        CacheUntrusted: the object cache could have been written by somebody else.
+    """
+    try:
+        kernel = kernels.get_kernel(FORWARD, shape, residual=residual)
+        return Launch(kernel.function, hardware(device).sms)
+    except (NoKernel, CompileFailed) as error:
+        return f"the kernel for {shape.key()} cannot be built: {error}"
+
+
+def warn_once(reason: str) -> None:
+    """Give a FallbackWarning that names the reason, the first time in this process that it applies."""
+    if reason in _warned or reason == EMPTY:
+        return
+    _warned.add(reason)
+    warnings.warn(f"triangle_attention takes the PyTorch path: {reason}", FallbackWarning, stacklevel=2)
+
+
+_KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_DTYPES)
+_BIAS_DTYPES = tuple(getattr(torch, name) for name in BIAS_DTYPES)

@@ -1,0 +1,238 @@
+"""The problem a kernel solves, as plain data: `TriangleAttentionShape` and the model presets.
+
+A leaf module of the standard library only: no torch, no device, no environment. Everything that chooses, names, stores or
+compares kernels (resolver, cache, tuning database, CLI) speaks in these objects and in their keys.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import re
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from typing import Any, ClassVar
+
+from tpf_jit.errors import InvalidInput
+
+KERNEL_DTYPES = ("bfloat16", "float16")
+BIAS_DTYPES = ("bfloat16", "float16", "float32")
+MASK_KINDS = ("none", "bool", "additive")
+TILE_HDIMS = (16, 32, 64, 96, 128)
+MAX_HEAD_DIM = TILE_HDIMS[-1]
+
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_KEY = re.compile(
+    r"triangle_attention/B(?P<batch>\d+)/I(?P<rows>\d+)/H(?P<heads>\d+)/N(?P<crop>\d+)/D(?P<head_dim>\d+)"
+    r"/(?P<dtype>\w+)/bias-(?P<bias_dtype>\w+)/mask-(?P<mask>\w+)"
+)
+
+
+def dtype_name(dtype: object) -> str:
+    """The plain name of a dtype: `torch.bfloat16`, `"bf16"` and `"bfloat16"` all give `"bfloat16"`."""
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPE_ALIASES.get(name, name)
+
+
+@dataclass(frozen=True)
+class TriangleAttentionShape:
+    """One triangle-attention problem: q, k, v `(batch, rows, heads, crop, head_dim)`, bias `(batch, heads, crop, crop)`.
+
+    Args:
+        crop: N, the number of queries, which equals the number of keys; >= 1.
+        heads: H, >= 1.
+        head_dim: D, 1..128 elements.
+        rows: I, the outer index that shares one pair bias, >= 1; the crop when left out.
+        batch: B, >= 1.
+        dtype: of q, k, v and the output: `"bfloat16"` or `"float16"` (a torch dtype or `"bf16"` will do).
+        bias_dtype: of the pair bias: `"bfloat16"`, `"float16"` or `"float32"`; `dtype` when left out.
+        mask: the key mask: `"none"`, `"bool"` (True keeps a key) or `"additive"` (added to the scores).
+
+    Raises:
+        InvalidInput: naming the argument, what came, and what is allowed.
+    """
+
+    op: ClassVar[str] = "triangle_attention"
+
+    crop: int
+    heads: int = 4
+    head_dim: int = 32
+    rows: int | None = None
+    batch: int = 1
+    dtype: str = "bfloat16"
+    bias_dtype: str | None = None
+    mask: str = "none"
+
+    def __post_init__(self) -> None:
+        self._set("rows", self.crop if self.rows is None else self.rows)
+        for name in ("crop", "heads", "rows", "batch"):
+            self._set(name, _positive_int(name, getattr(self, name)))
+        head_dim = _positive_int("head_dim", self.head_dim)
+        if head_dim > MAX_HEAD_DIM:
+            raise InvalidInput.of("head_dim", head_dim, f"1 to {MAX_HEAD_DIM}")
+        self._set("head_dim", head_dim)
+        self._set("dtype", _choice("dtype", dtype_name(self.dtype), KERNEL_DTYPES))
+        bias_dtype = self.dtype if self.bias_dtype is None else dtype_name(self.bias_dtype)
+        self._set("bias_dtype", _choice("bias_dtype", bias_dtype, BIAS_DTYPES))
+        self._set("mask", _choice("mask", "none" if self.mask is None else self.mask, MASK_KINDS))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def tile_hdim(self) -> int:
+        """The kernel's padded head dim: the smallest of 16, 32, 64, 96, 128 that holds `head_dim`."""
+        return next(tile for tile in TILE_HDIMS if tile >= self.head_dim)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a key mask is given; kernels read boolean and additive masks from the same fp32 buffer."""
+        return self.mask != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-friendly values, in declaration order."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TriangleAttentionShape:
+        """Inverse of `to_dict`; missing fields take their defaults.
+
+        Raises:
+            InvalidInput: for an unknown field, a missing crop, or a value that the constructor refuses.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise InvalidInput.of("shape", f"unknown field {unknown[0]!r}", ", ".join(names))
+        if "crop" not in values:
+            raise InvalidInput.of("crop", "nothing", "an integer >= 1")
+        return cls(**values)
+
+    def key(self) -> str:
+        """The shape's one textual name, e.g. `triangle_attention/B1/I384/H4/N384/D32/bfloat16/bias-bfloat16/mask-none`."""
+        return (
+            f"{self.op}/B{self.batch}/I{self.rows}/H{self.heads}/N{self.crop}/D{self.head_dim}"
+            f"/{self.dtype}/bias-{self.bias_dtype}/mask-{self.mask}"
+        )
+
+    @classmethod
+    def parse(cls, key: str) -> TriangleAttentionShape:
+        """Inverse of `key`.
+
+        Raises:
+            InvalidInput: when the text is not such a key, or names an invalid shape.
+        """
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise InvalidInput.of("key", repr(key), f"a key like {cls(crop=384).key()!r}")
+        values: dict[str, Any] = match.groupdict()
+        return cls(**{name: int(text) if text.isdecimal() else text for name, text in values.items()})
+
+    @classmethod
+    def from_tensors(cls, q: Any, k: Any, v: Any, bias: Any, mask: Any = None) -> TriangleAttentionShape:
+        """The shape of a call's tensors, from metadata only (sizes, strides and dtypes; values are never read).
+
+        q, k, v are `(*, I, H, N, D)` with any number of leading dims (none means batch 1), which multiply into the batch; batch and
+        rows are then folded by how the bias is shared, see `fold`.
+
+        Raises:
+            InvalidInput: when the tensors cannot be such a problem, or its dtype or head dim is none that kernels serve.
+        """
+        if len(q.shape) < 4:
+            raise InvalidInput.of("q", f"shape {tuple(q.shape)}", "(B, I, H, N, D), or (I, H, N, D)")
+        for name, other in (("k", k), ("v", v)):
+            if tuple(other.shape) != tuple(q.shape):
+                raise InvalidInput.of(name, f"shape {tuple(other.shape)}", f"q's, {tuple(q.shape)}")
+        *leading, rows, heads, crop, head_dim = q.shape
+        batch = 1
+        for size in leading:
+            batch *= size
+        has_row_axis = len(bias.shape) >= len(q.shape)
+        per_row = has_row_axis and bias.shape[-4] > 1 and bias.stride(-4) != 0
+        outer = range(len(bias.shape) - (4 if has_row_axis else 3))
+        batch, rows = fold(batch, rows, per_row, all(bias.shape[axis] == 1 or bias.stride(axis) == 0 for axis in outer))
+        kind = "none" if mask is None else "bool" if dtype_name(mask.dtype) == "bool" else "additive"
+        return cls(
+            crop=crop,
+            heads=heads,
+            head_dim=head_dim,
+            rows=rows,
+            batch=batch,
+            dtype=dtype_name(q.dtype),
+            bias_dtype=dtype_name(bias.dtype),
+            mask=kind,
+        )
+
+
+def fold(batch: int, rows: int, per_row: bool, shared: bool) -> tuple[int, int]:
+    """Batch and rows as kernels, which share one bias among the rows of a batch element, see them.
+
+    Args:
+        batch, rows: of the call.
+        per_row: whether the bias differs from row to row; every row is then a batch element of its own.
+        shared: whether one bias serves all batch elements; they are then rows of one.
+    """
+    if per_row and rows > 1:
+        return batch * rows, 1
+    if shared and batch > 1:
+        return 1, batch * rows
+    return batch, rows
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the package, sorted."""
+    folder = resources.files("tpf_jit") / "presets"
+    return sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
+
+
+def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape]:
+    """The shapes of a model: `"openfold3"`, `"boltz2"`, `"protenix"`, `"chai1"`, or the path of a file in the same format.
+
+    The file is JSON: `{"shapes": [entry, ...]}`, an entry being the fields of a shape, where `"crops": [384, 640]` in place of
+    `"crop"` stands for one shape a crop, and `"note"` is free text. Duplicates are dropped, order is kept.
+
+    Raises:
+        InvalidInput: for an unknown name, a file that cannot be read, or an entry that is no shape.
+    """
+    text = os.fspath(name)
+    if text in preset_names():
+        content = (resources.files("tpf_jit") / "presets" / f"{text}.json").read_text(encoding="utf-8")
+    elif text.endswith(".json") or os.sep in text:
+        try:
+            with open(text, encoding="utf-8") as file:
+                content = file.read()
+        except OSError as error:
+            raise InvalidInput.of("preset", f"{text!r}, which cannot be read ({error.strerror})", "a readable file") from error
+    else:
+        raise InvalidInput.of("preset", repr(text), ", ".join(preset_names()) + ", or the path of a .json file")
+    try:
+        entries = json.loads(content)["shapes"]
+        return list(dict.fromkeys(shape for entry in entries for shape in _expand(entry)))
+    except InvalidInput as error:
+        raise InvalidInput(f"preset {text!r}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        allowed = '{"shapes": [{"crop": 384, ...}, ...]}'
+        raise InvalidInput.of("preset", f"{text!r}, which is malformed ({error})", allowed) from error
+
+
+def _expand(entry: dict[str, Any]) -> list[TriangleAttentionShape]:
+    values = {name: value for name, value in entry.items() if name not in ("note", "crops")}
+    crops = entry.get("crops", [entry.get("crop")])
+    return [TriangleAttentionShape.from_dict({**values, "crop": crop}) for crop in crops]
+
+
+def _positive_int(name: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise InvalidInput.of(name, repr(value), "an integer >= 1")
+    return number
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise InvalidInput.of(name, repr(value), ", ".join(allowed))
+    return value

@@ -1,0 +1,170 @@
+"""Right before fast: the verdict a configuration needs before it may be timed, let alone win.
+
+A kernel is run on fresh random inputs into outputs filled with NaN, compared with the template's float64 reference under the
+workload's bounds, and run again: every repeat must be bitwise equal. Cases, each its own workload:
+  - the problem itself, with fewer rows where all of them would cost the reference too much;
+  - a ragged one: an odd crop that fits no tile and a handful of rows, unless the configuration was compiled for one crop;
+  - the ragged one with another family of inputs (outliers, diagonal band), where the workload has it.
+
+References are computed once a sweep and reused for every configuration; seeds are drawn anew for every sweep and kept in the
+evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+RAGGED_CROP = 203
+"""Odd, and no multiple of any tile: 203 = 64 * 3 + 11 = 128 + 75 = 192 + 11."""
+RAGGED_ROWS = 5
+REPEATS = 2
+"""Further runs of the problem itself that must equal the first bit for bit."""
+SCORES_LIMIT = {"cuda": 4 << 30, "cpu": 1 << 22}
+"""Score elements (B I H N N) of the reference per case, by device type; rows are dropped until it fits."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checked problem: its shape, the seed of its inputs and their family."""
+
+    shape: Any
+    seed: int
+    family: str = "normal"
+
+    def __str__(self) -> str:
+        return f"{self.shape.key()} ({self.family} inputs, seed {self.seed})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a check. `status` is a trial status: ``ok``, ``wrong`` or ``nondeterministic``."""
+
+    status: str
+    detail: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Largest relative RMS error by output over the cases, even when the verdict is bad."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the configuration may be timed."""
+        return self.status == "ok"
+
+
+def plan(shape: Any, device_type: str = "cuda", seed: int | None = None, families: tuple[str, ...] = ("normal",)) -> list[Case]:
+    """The cases for a problem. Shapes without `crop` and `rows` (third-party operations) are checked as they are."""
+    base = secrets.randbelow(1 << 31) if seed is None else seed
+    names = {item.name for item in dataclasses.fields(shape)} if dataclasses.is_dataclass(shape) else set()
+    if not {"crop", "rows"} <= names:
+        return [Case(shape, base + i, family) for i, family in enumerate(families)]
+    per_row = shape.crop * shape.crop * getattr(shape, "heads", 1) * getattr(shape, "batch", 1)
+    rows = max(1, min(shape.rows, SCORES_LIMIT.get(device_type, SCORES_LIMIT["cpu"]) // per_row))
+    cases = [Case(dataclasses.replace(shape, rows=rows), base)]
+    crop = min(shape.crop - 1, RAGGED_CROP)
+    if crop >= 1:
+        crop -= 1 - crop % 2
+        ragged = dataclasses.replace(shape, crop=crop, rows=min(shape.rows, RAGGED_ROWS))
+        cases += [Case(ragged, base + 1 + i, family) for i, family in enumerate(families)]
+    return cases
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two outputs (torch tensors, or anything with a buffer) are equal bit for bit; NaN equals the same NaN."""
+    if hasattr(a, "untyped_storage"):
+        import torch
+
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(_bytes_of(a), _bytes_of(b))
+    return memoryview(a).tobytes() == memoryview(b).tobytes()
+
+
+def _bytes_of(tensor: Any) -> Any:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Checker:
+    """Verdicts for the configurations of one problem on one device.
+
+    Args:
+        template: the template whose workload and legality rules apply.
+        shape: the problem being tuned.
+        device: torch device (or its name) the kernels run on.
+        seed: of the inputs; fresh when left out.
+        wait: called after every launch; blocks until the device is done and raises what went wrong there.
+    """
+
+    def __init__(self, template: Any, shape: Any, device: Any, seed: int | None = None, wait: Callable[[], None] | None = None):
+        self._template = template
+        self._shape = shape
+        self._device = device
+        self._wait = wait or (lambda: None)
+        device_type = str(device).split(":")[0]
+        families = ("normal", *getattr(template, "check_families", ()))
+        self.cases = plan(shape, device_type, seed, families)
+        self._prepared: dict[Case, tuple[Any, Any, Any]] = {}
+
+    @property
+    def seed(self) -> int:
+        """Seed of the first case, which the others follow."""
+        return self.cases[0].seed
+
+    def verdict(self, kernel_fn: Callable[..., Any], config: Any) -> Verdict:
+        """Check one loaded kernel. Errors of the launch itself propagate: they are no verdict."""
+        worst: dict[str, float] = {}
+        for index, case in enumerate(self.cases):
+            if not self._applies(case, config):
+                continue
+            bad = self._judge(kernel_fn, case, REPEATS if index == 0 else 1, worst)
+            if bad is not None:
+                return Verdict(bad[0], f"{bad[1]} at {case}", worst)
+        return Verdict("ok", f"checked with seed {self.seed}", worst)
+
+    def close(self) -> None:
+        """Drop inputs and references."""
+        self._prepared.clear()
+
+    def _applies(self, case: Case, config: Any) -> bool:
+        if case.shape == self._shape:
+            return True
+        if self._template.check(case.shape, config) is not None:
+            return False
+        return self._template.variant(case.shape) == self._template.variant(self._shape)
+
+    def _judge(self, kernel_fn: Callable[..., Any], case: Case, repeats: int, worst: dict[str, float]) -> tuple[str, str] | None:
+        workload, inputs, reference = self._case(case)
+        first = workload.run(kernel_fn, inputs)
+        self._wait()
+        errors = {name: float(value) for name, value in workload.errors(first, reference).items()}
+        for name, value in errors.items():
+            worst[name] = max(worst.get(name, 0.0), value if not math.isnan(value) else math.inf)
+        bounds = workload.bounds()
+        for name, bound in bounds.items():
+            value = errors.get(name, math.inf)
+            if not value <= bound:
+                return "wrong", f"{name}: relative RMS error {value:.3g} above {bound:.3g}"
+        for name, value in errors.items():
+            if name not in bounds and not math.isfinite(value):
+                return "wrong", f"{name}: not finite"
+        if not bounds:
+            return "wrong", "the workload states no error bound, so nothing shows that the result is right"
+        for _ in range(repeats):
+            again = workload.run(kernel_fn, inputs)
+            self._wait()
+            for name, value in first.items():
+                if not same_bits(value, again[name]):
+                    return "nondeterministic", f"{name}: a repeated run gave other bits"
+        return None
+
+    def _case(self, case: Case) -> tuple[Any, Any, Any]:
+        if case not in self._prepared:
+            workload = self._template.workload(case.shape, self._device, case.seed, case.family)
+            inputs = workload.make_inputs(case.seed)
+            self._prepared[case] = workload, inputs, workload.reference(inputs)
+        return self._prepared[case]

@@ -1,0 +1,145 @@
+"""What a sweep knows and tells: the rows of its cell, and the leases that keep processes off each other's candidates.
+
+Rows are *current* when they are of the same cell, device model, protocol and compiled kernel; those need not be tried again.
+Every outcome is written at once, in one short transaction of the store; what a killed process loses is the candidate in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tpf_jit.templates.base import canonical_json, config_to_dict
+from tpf_jit.tune.measure import DETAIL_LIMIT, Outcome
+from tpf_jit.tuning_db.rows import TrialRow, device_model, utc_now
+
+RETRIED = ("compile_timeout", "launch_error", "compile_error")
+"""Outcomes that `retry_failed` tries again: a machine's state may have caused them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of the problem and the kernel it compiles to."""
+
+    config: Any
+    json: str
+    spec: Any
+
+    @property
+    def key(self) -> str:
+        """Key of the compiled kernel."""
+        return self.spec.key
+
+
+class Ledger:
+    """Rows and leases of one cell, for one template on one device under one protocol.
+
+    Args:
+        store: the tuning database.
+        cell: name of the cell.
+        template: the template.
+        measurer: whose device facts and protocol the rows carry.
+        toolchain: versions for the rows.
+        lease_s: seconds after which another process may take over a candidate that this one does not report on.
+        retry_failed: whether failures that may be due to a machine's state count as untried.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        cell: str,
+        template: Any,
+        measurer: Any,
+        toolchain: dict[str, str] | None = None,
+        lease_s: float = 120.0,
+        retry_failed: bool = False,
+    ) -> None:
+        self.session = f"{utc_now()}-{secrets.token_hex(4)}"
+        self.cell = cell
+        self.model = device_model(measurer.device)
+        self.rows: list[TrialRow] = []
+        self._store = store
+        self._template = template
+        self._device = dict(measurer.device)
+        self._protocol = measurer.protocol
+        self._toolchain = dict(toolchain or {})
+        self._lease_s = lease_s
+        self._retry_failed = retry_failed
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{self.session}"
+        self._held: dict[str, float] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the rows that other processes may have added."""
+        rows = self._store.trials(cell=self.cell, template=self._template.name)
+        self.rows = [row for row in rows if row.device_model == self.model and row.protocol == self._protocol]
+
+    def find(self, candidate: Candidate, grade: str = "search") -> TrialRow | None:
+        """The current row of a candidate: same configuration, same kernel."""
+        for row in reversed(self.rows):
+            if row.grade == grade and row.kernel_key == candidate.key and canonical_json(row.config) == candidate.json:
+                if not (self._retry_failed and row.status in RETRIED and row.session != self.session):
+                    return row
+        return None
+
+    def same_code(self, cubin_sha256: str) -> TrialRow | None:
+        """A measured row of the same device code, from whichever configuration or toolchain."""
+        for row in self.rows:
+            if cubin_sha256 and row.cubin_sha256 == cubin_sha256 and row.grade == "search" and row.status in ("ok", "slow"):
+                return row
+        return None
+
+    def record(self, candidate: Candidate, outcome: Outcome, cubin_sha256: str = "", grade: str = "search") -> TrialRow:
+        """Write what became of a candidate."""
+        row = TrialRow(
+            template=self._template.name,
+            cell=self.cell,
+            config=config_to_dict(candidate.config),
+            kernel_key=candidate.key,
+            source_hash=self._template.source_hash(),
+            cubin_sha256=cubin_sha256,
+            device={**self._device, **outcome.state},
+            toolchain=self._toolchain,
+            protocol=self._protocol,
+            samples_us=outcome.samples_us,
+            errors=outcome.errors,
+            status=outcome.status,
+            detail=outcome.detail[:DETAIL_LIMIT],
+            grade=grade,
+            date=utc_now(),
+            session=self.session,
+        )
+        self._store.put_trial(row)
+        self.rows.append(row)
+        return row
+
+    def claim(self, name: str) -> bool:
+        """Reserve a candidate (its canonical JSON) or another piece of work of this cell; False if another process has it."""
+        if not self._store.claim(self.cell, self._lease_name(name), self._owner, self._lease_s):
+            return False
+        self._held[name] = time.monotonic()
+        return True
+
+    def release(self, name: str) -> None:
+        """Give a reservation back."""
+        if self._held.pop(name, None) is not None:
+            self._store.release(self.cell, self._lease_name(name), self._owner)
+
+    def renew(self) -> None:
+        """Extend the reservations that are a third of their time old."""
+        for name, since in list(self._held.items()):
+            if time.monotonic() - since > self._lease_s / 3:
+                self.claim(name)
+
+    def release_all(self) -> None:
+        """Give all reservations back."""
+        for name in list(self._held):
+            self.release(name)
+
+    def _lease_name(self, name: str) -> str:
+        return canonical_json({"device": self.model, "protocol": self._protocol, "template": self._template.name, "work": name})
+
