@@ -25,12 +25,13 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tpf_jit.errors import CacheUntrusted, CacheWarning, DatabaseError
+from tpf_jit.errors import CacheUntrusted, CacheWarning, TpfError
+from tpf_jit.object_records import DatabaseRecords, KernelRecords
 
 if TYPE_CHECKING:
     from tpf_jit.compiler import CompiledObject, KernelSpec
@@ -43,22 +44,6 @@ _TEMPORARY_LIMIT_S = 3600.0
 _LOCKS = ".locks"
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
-
-
-class KernelRecords(Protocol):
-    """Where the sha256 of every object compiled by this user is kept. `DatabaseRecords` keeps it in the tuning database."""
-
-    def sha256(self, key: str) -> str | None:
-        """Recorded hash of an object, or None."""
-        ...
-
-    def resources(self, key: str) -> dict[str, Any]:
-        """Recorded resources of a kernel; empty if unknown."""
-        ...
-
-    def record(self, row: Mapping[str, Any]) -> None:
-        """Keep a compiled kernel (`CompiledObject.to_row`). Raises OSError or DatabaseError if it cannot be written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +71,7 @@ class ObjectStore:
         self._chosen = root
         self._records: KernelRecords = store if store is not None else DatabaseRecords()
         self._memory: dict[str, CompiledObject] = {}
+        self._resources: dict[str, dict[str, Any]] = {}
         self._unrecorded: dict[str, str] = {}
 
     @property
@@ -114,6 +100,7 @@ class ObjectStore:
         Raises CacheUntrusted if others may write to the folder.
         """
         root, key = self.root, obj.spec.key
+        self._resources[key] = obj.resources
         try:
             self._prepare(root)
             # Before the file, so that no process ever sees an entry without its hash.
@@ -133,7 +120,7 @@ class ObjectStore:
     def _record(self, obj: CompiledObject) -> None:
         try:
             self._records.record(obj.to_row())
-        except (OSError, DatabaseError) as error:
+        except (OSError, TpfError, ImportError) as error:
             self._unrecorded[obj.spec.key] = obj.sha256
             _warn_once(
                 "records",
@@ -166,8 +153,7 @@ class ObjectStore:
 
     def resources(self, spec: KernelSpec) -> dict[str, Any]:
         """What is recorded about a compiled kernel (see `inspect_sass`); empty if nothing is."""
-        obj = self._memory.get(spec.key)
-        return obj.resources if obj is not None else self._records.resources(spec.key)
+        return self._resources.get(spec.key) or self._records.resources(spec.key)
 
     def entries(self) -> list[Entry]:
         """Objects in the folder, most recently used first, whether verified or not. Raises CacheUntrusted."""
@@ -185,16 +171,21 @@ class ObjectStore:
     def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> int:
         """Remove what cannot be used (unrecorded, damaged, left by a killed writer), and with `max_bytes` the least recently
         used entries beyond that many bytes. Keys in `keep` stay if they are sound. Returns how many files went."""
-        root, removed, total = self.root, 0, 0
+        removed, sound = 0, []
         for entry in self.entries():
-            if not self._verified(entry.path, entry.key):
+            if self._verified(entry.path, entry.key):
+                sound.append(entry)
+            else:
                 removed += _remove(entry.path)
+        total = sum(entry.size for entry in sound if entry.key in keep)
+        for entry in sound:
+            if entry.key in keep:
                 continue
-            if max_bytes is not None and entry.key not in keep and total + entry.size > max_bytes:
+            if max_bytes is not None and total + entry.size > max_bytes:
                 removed += _remove(entry.path)
-                continue
-            total += entry.size
-        return removed + _sweep(root)
+            else:
+                total += entry.size
+        return removed + _sweep(self.root)
 
     def _paths(self, root: Path, key: str) -> list[Path]:
         """Candidate files of a key; shared libraries first, as they load fastest."""
@@ -263,55 +254,6 @@ class ObjectStore:
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for descriptors that a fork has copied
                 os.close(descriptor)
-
-
-class DatabaseRecords:
-    """`KernelRecords` in the tuning database: read with the standard library, written (rarely) with sqlite-utils.
-
-    Args:
-        path: database file; the user's by default.
-    """
-
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._path = path
-        self._hashes: dict[str, str] | None = None
-        self._lock = threading.Lock()
-
-    def sha256(self, key: str) -> str | None:
-        """Recorded hash of an object, or None. Reads the database once, and again for a key that is not known yet."""
-        with self._lock:
-            if self._hashes is None or key not in self._hashes:
-                self._hashes = self._read()
-            return self._hashes.get(key)
-
-    def resources(self, key: str) -> dict[str, Any]:
-        """Recorded resources; empty if unknown or unreadable."""
-        from tpf_jit.tuning_db import reader
-
-        try:
-            return reader.kernel_resources(self._path, key)
-        except (OSError, DatabaseError) as error:
-            log.info("kernel resources cannot be read: %s", error)
-            return {}
-
-    def record(self, row: Mapping[str, Any]) -> None:
-        """Keep a compiled kernel; idempotent."""
-        from tpf_jit.tuning_db.store import TuningStore
-
-        with TuningStore(self._path) as store:
-            store.put_kernel(dict(row))
-        with self._lock:
-            if self._hashes is not None:
-                self._hashes[row["key"]] = row["sha256"]
-
-    def _read(self) -> dict[str, str]:
-        from tpf_jit.tuning_db import reader
-
-        try:
-            return reader.kernel_hashes(self._path)
-        except (OSError, DatabaseError) as error:
-            log.info("kernel hashes cannot be read, cached kernels count as unknown: %s", error)
-            return {}
 
 
 def _platform_folder() -> Path:

@@ -133,8 +133,9 @@ class TriangleAttentionShape:
     def from_tensors(cls, q: Any, k: Any, v: Any, bias: Any, mask: Any = None) -> TriangleAttentionShape:
         """The shape of a call's tensors, from metadata only (sizes, strides and dtypes; values are never read).
 
-        q, k, v are `(*, I, H, N, D)` with any number of leading dims (none means batch 1), which multiply into the batch; batch and
-        rows are then folded by how the bias is shared, see `fold`.
+        q, k, v are `(*, I, H, N, D)` with any number of leading dims (none means batch 1), which multiply into the batch;
+        batch and rows are then folded by how the bias is shared, see `fold`. A bias of the other 16-bit dtype counts as float32,
+        to which it is converted.
 
         Raises:
             InvalidInput: when the tensors cannot be such a problem, or its dtype or head dim is none that kernels serve.
@@ -153,14 +154,17 @@ class TriangleAttentionShape:
         outer = range(len(bias.shape) - (4 if has_row_axis else 3))
         batch, rows = fold(batch, rows, per_row, all(bias.shape[axis] == 1 or bias.stride(axis) == 0 for axis in outer))
         kind = "none" if mask is None else "bool" if dtype_name(mask.dtype) == "bool" else "additive"
+        dtype, bias_dtype = dtype_name(q.dtype), dtype_name(bias.dtype)
+        if bias_dtype != dtype and bias_dtype in KERNEL_DTYPES:
+            bias_dtype = "float32"
         return cls(
             crop=crop,
             heads=heads,
             head_dim=head_dim,
             rows=rows,
             batch=batch,
-            dtype=dtype_name(q.dtype),
-            bias_dtype=dtype_name(bias.dtype),
+            dtype=dtype,
+            bias_dtype=bias_dtype,
             mask=kind,
         )
 

@@ -8,8 +8,10 @@ are derived from them by one pure function (`winner.rank`), so every process and
     reader.py   read-only layers for the dispatcher: user database, shipped tables        stdlib (sqlite3)
     merge.py    sorted JSON lines: export, import, union                                  stdlib
     schema.py   tables and migrations                                                     stdlib
-    store.py    the read-write store                                                      sqlite-utils
-    repair.py   damaged files: set aside, salvaged                                        stdlib
+    store.py    the read-write store: kernels, trials, leases, exchange                   sqlite-utils
+    connection.py  its file: transactions, recovery, errors                               sqlite-utils
+    repair.py   damaged files: recognised, set aside, salvaged                            stdlib
+    audit.py    what verify looks at                                                      stdlib
     shipped/    JSON lines that install with the package, one file a device
     records/    measured claims (see `tpf_jit.records`)
 

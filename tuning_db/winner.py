@@ -2,7 +2,7 @@
 
 The rule, for one cell on one device model:
 
-1. A configuration that was seen to be wrong or non-deterministic cannot win while its code stays the same.
+1. A kernel that was seen to be wrong or non-deterministic cannot win; compiled from other sources or by another compiler it may.
 2. Evidence of the better kind decides: rows of grade `final` where there are any, else `search`; among those the newest
    protocol; of each template the sources measured last, and older rows whose device code is identical.
 3. The time of a configuration is the median of its rows' medians.
@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tpf_jit.tuning_db.rows import REFUTING, config_order
+from tpf_jit.tuning_db.rows import REFUTING, config_order, median
 
 NOISE_FLOOR = 0.005
 """Configurations closer than this to the fastest always tie: medians of separate runs differ that much."""
@@ -40,6 +39,7 @@ class Evidence(NamedTuple):
     model: str
     template: str
     config: str
+    kernel_key: str
     source_hash: str
     cubin_sha256: str
     protocol: str
@@ -111,7 +111,7 @@ def rank(rows: Iterable[Evidence], keep: int = RUNNERS_UP) -> list[Winner]:
     entries = []
     for (template, text), members in groups.items():
         config = json.loads(text)
-        us = statistics.median(row.median_us for row in members)
+        us = median(row.median_us for row in members)
         entries.append((us, (config_order(config), template), config, max(members, key=lambda row: (row.date, row.id)), members))
     if not entries:
         return []
@@ -141,14 +141,14 @@ def rank(rows: Iterable[Evidence], keep: int = RUNNERS_UP) -> list[Winner]:
 
 
 def _admissible(rows: list[Evidence]) -> list[Evidence]:
-    refuted = {(row.template, row.config, row.source_hash) for row in rows if row.status in REFUTING}
+    refuted = {_kernel(row) for row in rows if row.status in REFUTING}
     refuted_code = {row.cubin_sha256 for row in rows if row.status in REFUTING} - {""}
     pool = [
         row
         for row in rows
         if row.status == "ok"
         and row.median_us is not None
-        and (row.template, row.config, row.source_hash) not in refuted
+        and _kernel(row) not in refuted
         and row.cubin_sha256 not in refuted_code
     ]
     pool = [row for row in pool if row.grade == "final"] or pool
@@ -161,7 +161,12 @@ def _admissible(rows: list[Evidence]) -> list[Evidence]:
     return [row for row in pool if row.source_hash == latest[row.template][1] or row.cubin_sha256 in current_code]
 
 
+def _kernel(row: Evidence) -> str | tuple[str, str, str]:
+    """What was measured: the compiled kernel, or its description where the key is not known."""
+    return row.kernel_key or (row.template, row.config, row.source_hash)
+
+
 def _noise(us: float, members: list[Evidence]) -> float:
     spreads = [(row.p90_us - row.p10_us) / 2 for row in members if row.p10_us is not None and row.p90_us is not None]
-    relative = statistics.median(spreads) / us if spreads and us > 0 else 0.0
+    relative = median(spreads) / us if spreads and us > 0 else 0.0
     return min(max(NOISE_FLOOR, relative), NOISE_CAP)

@@ -1,5 +1,9 @@
 """Triangle attention: templates, operand layout, float64 reference and workloads.
 
-Nothing is imported here: the registry loads templates without torch, and only `layout`, `reference`, `inputs` and `workload`
-need torch.
+Import-light: the registry reads `TEMPLATES` without torch and without the compiler. The modules `layout`, `reference`, `inputs`
+and `workload` need torch.
 """
+
+from tpf_jit.templates.triangle_attention.config import TriangleAttentionForward
+
+TEMPLATES = (TriangleAttentionForward,)

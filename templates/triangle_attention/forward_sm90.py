@@ -11,17 +11,15 @@ of tile_n; every bias tile it loads serves all R rows. Persistent grid, static r
 
 Warp roles: warpgroup 0 is the producer (one warp issues TMA, its registers are given away); each of the W consumer
 warpgroups owns 64 queries. A consumer step, for one key tile of one row:
-    1. score   S = Q K^T (wgmma, both operands in shared memory). With bias_mode "mma" the accumulator starts from
-               bias / scale, made by warp-level MMAs of (1/scale) * I with the bias tile; with "add" it starts from
-               zero and the step ends with S * scale + bias on the CUDA cores.
-    2. softmax base 2, running row offset m raised only when a score exceeds it by more than 8 (log2 units), so most
-               steps need neither shuffles nor a rescale of O. P is rounded to 16 bits and stays in registers.
+    1. score   S = Q K^T (wgmma, both operands in shared memory), then S * scale + bias in float32.
+    2. softmax base 2 with a floating offset: m is the maximum of the tile, or of the row less 8 log2 units if that is
+               more. The largest P of every tile is then exactly 1 and the next ones have long mantissas, which cuts
+               the error that rounding P to 16 bits brings (N = 768: output error 1.94e-3 against 2.06e-3 with the
+               running maximum, and 2.27e-3 with an offset that is raised lazily). P stays in registers; the row sum is
+               taken over the float32 P, which keeps the LSE exact to float32.
     3. value   O += P V (wgmma, A from registers), left in flight during the next step's score GEMM.
-The row sum is taken over the rounded P by warp-level MMAs with a ones vector (sum_mode "mma") or over the float32 P
-on the CUDA cores ("add").
 
-Sources: online softmax (Milakov & Gimelshein 2018; FlashAttention-2/3); lazy offset as in FlashAttention-4;
-output residual from TurboPairFormer (arXiv 2610.05854).
+Sources: online softmax (Milakov & Gimelshein 2018; FlashAttention-2/3); output residual from TurboPairFormer (arXiv 2610.05854).
 """
 
 import math
@@ -31,15 +29,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..common.fragments import DTYPES, mma_m16n8k16, ones_pair, rows_view, scaled_identity, stacked
+from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked, widen_bf16
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-RESCALE_LOG2 = 8.0  # P <= 2^8 stays far inside the range of both 16-bit types
+OFFSET_DROP = 8.0 * LN_2  # how far m may float below the row maximum; O and the sum stay within 2^8 of their usual size
 Q_ROWS = 64         # queries of one consumer warpgroup: the M of wgmma
 
 
@@ -50,12 +48,10 @@ class TriangleAttentionForwardSm90:
         self.dtype = DTYPES[variant["dtype"]]
         self.bias_dtype = DTYPES[variant["bias_dtype"]]
         self.tile_hdim = variant["tile_hdim"]
-        self.bias_terms = variant["bias_terms"]
         self.has_mask, self.has_residual = variant["mask"], variant["residual"]
         self.tile_n, self.warpgroups, self.rows = config.tile_n, config.consumer_warpgroups, config.rows_per_cta
         self.kv_stages, self.bias_stages, self.q_stages = config.kv_stages, config.bias_stages, config.q_stages
         self.ctas_per_sm, self.crop = config.ctas_per_sm, config.crop
-        self.bias_by_mma, self.sum_by_mma = config.bias_mode == "mma", config.sum_mode == "mma"
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
         self.task_queries = Q_ROWS * self.warpgroups
@@ -288,14 +284,9 @@ class TriangleAttentionForwardSm90:
         o_shape = mma_pv.partition_shape_C((Q_ROWS, self.tile_hdim))
         all_O = cute.make_rmem_tensor(self.rows * cute.size(o_shape), Float32)
         tOrP = mma_pv.make_fragment_A(mma_pv.partition_shape_A((Q_ROWS, self.tile_n)))
-        row_max = cute.make_rmem_tensor(2 * self.rows, Float32)   # offset m, in score units
-        row_sum = cute.make_rmem_tensor(2 * self.rows, Float32)   # sum_mode add: of this thread's columns only
-
-        # Score units: "mma" keeps S / scale (exponent factor scale * log2 e), "add" keeps natural logits.
-        inv_scale = cute.math.rcp(scale) if const_expr(self.bias_by_mma) else Float32(1.0)
-        exp_factor = scale * LOG2_E if const_expr(self.bias_by_mma) else Float32(LOG2_E)
-        slack = RESCALE_LOG2 * cute.math.rcp(exp_factor)
-        identity = self.bias_identity(inv_scale, tidx) if const_expr(self.bias_by_mma) else None
+        row_top = cute.make_rmem_tensor(2 * self.rows, Float32)   # largest score so far, natural log units
+        row_max = cute.make_rmem_tensor(2 * self.rows, Float32)   # offset m of P
+        row_sum = cute.make_rmem_tensor(2 * self.rows, Float32)   # of this thread's columns only
 
         make_state = pipeline.make_pipeline_state
         q_state, b_state = (make_state(pipeline.PipelineUserType.Consumer, s) for s in (self.q_stages, self.bias_stages))
@@ -306,6 +297,7 @@ class TriangleAttentionForwardSm90:
             q_block, head, row_group, batch = self.decode(task, heads, q_blocks, row_groups)
             all_O.fill(0.0)
             row_sum.fill(0.0)
+            row_top.fill(-Float32.inf)
             row_max.fill(-Float32.inf)
             pipe_q.consumer_wait(q_state)
             q_tile = q_state.index * self.q_tiles_per_stage + wg
@@ -315,12 +307,8 @@ class TriangleAttentionForwardSm90:
                     acc_O = stacked(all_O, r, o_shape)
                     sB_tile = sB[None, None, b_state.index * self.warpgroups + wg]
                     # 1. score
-                    if const_expr(self.bias_by_mma):
-                        self.preload_bias(acc_S, sB_tile, identity, tidx)
-                        if const_expr(r == self.rows - 1):
-                            pipe_b.consumer_release(b_state)
                     pipe_k.consumer_wait(k_state)
-                    mma_qk.set(warpgroup.Field.ACCUMULATE, self.bias_by_mma)
+                    mma_qk.set(warpgroup.Field.ACCUMULATE, False)
                     warpgroup.fence()
                     cute.gemm(mma_qk, acc_S, tSrQ[None, None, None, q_tile + r * self.warpgroups],
                               tSrK[None, None, None, k_state.index], acc_S)
@@ -333,22 +321,19 @@ class TriangleAttentionForwardSm90:
                         if j > 0:
                             pipe_v.consumer_release(v_done)
                             v_done.advance()
-                    if const_expr(not self.bias_by_mma):
-                        self.add_bias(acc_S, sB_tile, scale, tidx)
-                        if const_expr(r == self.rows - 1):
-                            pipe_b.consumer_release(b_state)
+                    self.add_bias(acc_S, sB_tile, scale, tidx)
+                    if const_expr(r == self.rows - 1):
+                        pipe_b.consumer_release(b_state)
                     if const_expr(self.has_mask):
-                        self.apply_mask(acc_S, sM[0, None, k_state.index], inv_scale, tidx)
-                    elif const_expr(self.crop == 0 or self.crop % self.tile_n != 0):
+                        self.apply_mask(acc_S, sM[0, None, k_state.index], tidx)
+                    if const_expr(self.crop == 0 or self.crop % self.tile_n != 0):
                         if (j + 1) * self.tile_n > crop:
                             self.mask_tail(acc_S, crop - j * self.tile_n, tidx)
                     pipe_k.consumer_release(k_state)
                     k_state.advance()
                     # 2. softmax
-                    self.softmax_step(acc_S, acc_O, row_max, row_sum, r, exp_factor, slack)
+                    self.softmax_step(acc_S, acc_O, row_top, row_max, row_sum, r)
                     tOrP.store(cute.make_tensor(acc_S.iterator, tOrP.layout).load().to(self.dtype))
-                    if const_expr(self.sum_by_mma):
-                        self.add_row_sums(tOrP, row_sum, r)
                     # 3. value
                     pipe_v.consumer_wait(v_state)
                     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
@@ -364,43 +349,11 @@ class TriangleAttentionForwardSm90:
             v_done.advance()
             for r in cutlass.range_constexpr(self.rows):
                 self.epilogue(
-                    stacked(all_O, r, o_shape), row_max, row_sum, r, exp_factor, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+                    stacked(all_O, r, o_shape), row_max, row_sum, r, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
                     (q_block, head, row_group * self.rows + r, batch), crop, rows,
                 )
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def bias_identity(self, inv_scale: Float32, tidx: Int32):
-        """(1/scale) * I as two A fragments, high and low part: their sum has twice the 16-bit mantissa, and the low
-        part is zero when 1/scale is a power of two (D = 16, 64)."""
-        high = cute.make_rmem_tensor(8, self.bias_dtype)
-        low = cute.make_rmem_tensor(8, self.bias_dtype)
-        rounded = inv_scale.to(self.bias_dtype).to(Float32)
-        scaled_identity(high, rounded, tidx % 32, self.bias_dtype)
-        scaled_identity(low, inv_scale - rounded, tidx % 32, self.bias_dtype)
-        return cute.recast_tensor(high, Int32), cute.recast_tensor(low, Int32)
-
-    @cute.jit
-    def preload_bias(self, acc_S: cute.Tensor, sB_tile: cute.Tensor, identity, tidx: Int32):
-        """acc_S = bias / scale. Each warp reads its 16 query rows, 16 keys at a time, as transposed B fragments."""
-        high, low = identity
-        lane, warp_in_wg = tidx % 32, tidx // 32
-        row = warp_in_wg * 16 + lane % 16   # ldmatrix lanes: two 8-row halves, then the next 8 keys
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.bias_dtype)
-        lane_rows = cute.local_tile(sB_tile, (1, 8), (row, None))  # (1, 8, tile_n / 8)
-        zero = Float32(0.0)
-        for i in cutlass.range_constexpr(self.tile_n // 16):
-            frag = cute.make_rmem_tensor(((8, 1),), self.bias_dtype)
-            src = lane_rows[0, None, 2 * i + lane // 16]
-            cute.copy(atom, cute.make_tensor(src.iterator.align(16), cute.make_layout(((8, 1),))), frag)
-            b = cute.recast_tensor(cute.make_tensor(frag.iterator, cute.make_layout(8)), Int32)
-            for j in cutlass.range_constexpr(2):
-                c = mma_m16n8k16([high[x] for x in range(4)], [b[2 * j], b[2 * j + 1]], [zero] * 4, self.bias_dtype)
-                if const_expr(self.bias_terms == 2):
-                    c = mma_m16n8k16([low[x] for x in range(4)], [b[2 * j], b[2 * j + 1]], c, self.bias_dtype)
-                for x in cutlass.range_constexpr(4):
-                    acc_S[8 * i + 4 * j + x] = c[x]
 
     @cute.jit
     def add_bias(self, acc_S: cute.Tensor, sB_tile: cute.Tensor, scale: Float32, tidx: Int32):
@@ -411,7 +364,11 @@ class TriangleAttentionForwardSm90:
             src = tiled.get_slice(tidx).partition_S(sB_tile)
             frag = cute.make_rmem_tensor(acc_S.shape, self.bias_dtype)
             cute.copy(tiled, src, tiled.retile(frag))
-            acc_S.store(acc_S.load() * scale + frag.load().to(Float32))
+            if const_expr(self.bias_dtype is BFloat16):
+                bias = widen_bf16(frag)
+                acc_S.store(acc_S.load() * scale + cute.make_tensor(bias.iterator, acc_S.layout).load())
+            else:
+                acc_S.store(acc_S.load() * scale + frag.load().to(Float32))
         else:
             src = self.tiled_mma_qk.get_slice(tidx).partition_C(sB_tile)
             frag = cute.make_rmem_tensor(acc_S.shape, Float32)
@@ -419,7 +376,7 @@ class TriangleAttentionForwardSm90:
             acc_S.store(acc_S.load() * scale + frag.load())
 
     @cute.jit
-    def apply_mask(self, acc_S: cute.Tensor, sM_tile: cute.Tensor, inv_scale: Float32, tidx: Int32):
+    def apply_mask(self, acc_S: cute.Tensor, sM_tile: cute.Tensor, tidx: Int32):
         """Add this tile's key mask; a tile without masked keys costs one vote."""
         dirty = Float32(0.0)
         for i in cutlass.range_constexpr((self.tile_n + 31) // 32):
@@ -433,7 +390,7 @@ class TriangleAttentionForwardSm90:
                 value = sM_tile[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
                 for r in cutlass.range_constexpr(2):
                     # A select, not a sum: NaN in the K of an excluded key must not reach the output.
-                    scores[r, n] = -Float32.inf if value == -Float32.inf else scores[r, n] + value * inv_scale
+                    scores[r, n] = -Float32.inf if value == -Float32.inf else scores[r, n] + value
 
     @cute.jit
     def mask_tail(self, acc_S: cute.Tensor, keys_left: Int32, tidx: Int32):
@@ -445,64 +402,45 @@ class TriangleAttentionForwardSm90:
                 scores[r, n] = -Float32.inf if outside else scores[r, n]
 
     @cute.jit
-    def softmax_step(self, acc_S, acc_O, row_max, row_sum, r: cutlass.Constexpr, exp_factor: Float32, slack: Float32):
-        """acc_S becomes P = exp2((S - m) * exp_factor) in float32; m, O and the row sum are rescaled when m must rise."""
+    def softmax_step(self, acc_S, acc_O, row_top, row_max, row_sum, r: cutlass.Constexpr):
+        """acc_S becomes P = exp(S - m) in float32, with the floating offset m = max(tile maximum, row maximum - drop)."""
         scores, outs = rows_view(acc_S), rows_view(acc_O)
-        local = cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(2):
-            # Two chains a row halve the latency of the running maximum.
+            # Two chains a row halve the latency of the maximum.
             even, odd = scores[i, 0], scores[i, 1]
             for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
                 even, odd = cute.arch.fmax(even, scores[i, n]), cute.arch.fmax(odd, scores[i, n + 1])
-            local[i] = cute.arch.fmax(even, odd)
-        rises = (local[0] > row_max[2 * r] + slack) | (local[1] > row_max[2 * r + 1] + slack)
-        if cute.arch.vote_any_sync(rises):
-            for i in cutlass.range_constexpr(2):
-                old = row_max[2 * r + i]
-                new = cute.arch.fmax(old, cute.arch.warp_reduction_max(local[i], threads_in_group=4))
-                # Both -inf: no key so far, O and the sum are zero and any finite factor keeps them so.
-                factor = Float32(1.0) if new == -Float32.inf else cute.math.exp2((old - new) * exp_factor, fastmath=True)
-                row_max[2 * r + i] = new
-                row_sum[2 * r + i] *= factor
-                for n in cutlass.range_constexpr(self.tile_hdim // 4):
-                    outs[i, n] *= factor
-        for i in cutlass.range_constexpr(2):
-            m = row_max[2 * r + i]
-            offset = Float32(0.0) if m == -Float32.inf else m * exp_factor
+            tile_top = cute.arch.warp_reduction_max(cute.arch.fmax(even, odd), threads_in_group=4)
+            old, top = row_max[2 * r + i], cute.arch.fmax(row_top[2 * r + i], tile_top)
+            new = cute.arch.fmax(tile_top, top - OFFSET_DROP)
+            # -inf: no key so far; the output and the sum are zero and any finite factor keeps them so.
+            empty = new == -Float32.inf
+            factor = Float32(1.0) if empty else cute.math.exp2((old - new) * LOG2_E, fastmath=True)
+            offset = Float32(0.0) if empty else new * LOG2_E
+            row_top[2 * r + i], row_max[2 * r + i] = top, new
+            for n in cutlass.range_constexpr(self.tile_hdim // 4):
+                outs[i, n] *= factor
             for n in cutlass.range_constexpr(self.tile_n // 4):
-                scores[i, n] = cute.math.exp2(scores[i, n] * exp_factor - offset, fastmath=True)
-            if const_expr(not self.sum_by_mma):
-                even, odd = scores[i, 0], scores[i, 1]
-                for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
-                    even, odd = even + scores[i, n], odd + scores[i, n + 1]
-                row_sum[2 * r + i] += even + odd
-
-    @cute.jit
-    def add_row_sums(self, tOrP: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr):
-        """Row sums of the rounded P: P times a ones column, over the whole quad at once."""
-        p = cute.recast_tensor(cute.make_tensor(tOrP.iterator, cute.make_layout(cute.size(tOrP))), Int32)
-        ones, zero = ones_pair(self.dtype), Float32(0.0)
-        c = [row_sum[2 * r], zero, row_sum[2 * r + 1], zero]
-        for k in cutlass.range_constexpr(self.tile_n // 16):
-            c = mma_m16n8k16([p[4 * k + i] for i in range(4)], [ones, ones], c, self.dtype)
-        row_sum[2 * r], row_sum[2 * r + 1] = c[0], c[2]
+                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - offset, fastmath=True)
+            even, odd = scores[i, 0], scores[i, 1]
+            for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
+                even, odd = even + scores[i, n], odd + scores[i, n + 1]
+            row_sum[2 * r + i] = row_sum[2 * r + i] * factor + (even + odd)
 
     # ---- device: epilogue ---------------------------------------------------------------------------------------
     @cute.jit
     def epilogue(
-        self, acc_O, row_max, row_sum, r: cutlass.Constexpr, exp_factor, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+        self, acc_O, row_max, row_sum, r: cutlass.Constexpr, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
         coord, crop, rows,
     ):
         q_block, head, row, batch = coord
         outs = rows_view(acc_O)
         query0 = (q_block * self.warpgroups + wg) * Q_ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
         for i in cutlass.range_constexpr(2):
-            total, m = row_sum[2 * r + i], row_max[2 * r + i]
-            if const_expr(not self.sum_by_mma):
-                total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
+            total, m = cute.arch.warp_reduction_sum(row_sum[2 * r + i], threads_in_group=4), row_max[2 * r + i]
             empty = total == 0.0  # no key left: zeros and LSE -inf
             norm = Float32(0.0) if empty else cute.math.rcp(total)
-            lse = -Float32.inf if empty else (m * exp_factor + cute.math.log2(total)) * LN_2
+            lse = -Float32.inf if empty else m + cute.math.log2(total) * LN_2
             if tidx % 4 == 0:
                 if query0 + 8 * i < crop:
                     if row < rows:

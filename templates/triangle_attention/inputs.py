@@ -68,8 +68,8 @@ def make_inputs(
         seed: any integer.
         family: see the module's text.
         mask_pattern: see the module's text; by default each family has its own.
-        mask_value: what an additive mask holds for an excluded key; by default -1e9, as models have it, and -inf in the extreme
-            family, where a row full of -1e9 would hang on which of its huge logits float32 swallows first.
+        mask_value: what an additive mask holds for an excluded key. By default -1e9, as models have it; but -inf where a row may
+            be excluded as a whole and its logits are large, as the outcome would hang on which of them float32 swallows first.
         with_grad_out: whether to generate the output's gradient too.
 
     Raises:
@@ -95,13 +95,14 @@ def make_inputs(
             grad_out[:, 1::2] *= 2.0**-128
     elif family == "adversarial":
         bias += make.staircase(make.turns(2 * len(LOG2_STEPS)))
+    mask_pattern = mask_pattern or _USUAL_PATTERN[family]
     if mask_value is None:
-        mask_value = -math.inf if family == "extreme" else -1e9
+        mask_value = -1e9 if family == "normal" or mask_pattern == "prefix" else -math.inf
     dtype = getattr(torch, shape.dtype)
     return Inputs(
         *(_projection_layout(x, dtype) for x in (q, k, v)),
         bias.to(getattr(torch, shape.bias_dtype)),
-        make.mask(mask_pattern or _USUAL_PATTERN[family], mask_value) if shape.has_mask else None,
+        make.mask(mask_pattern, mask_value) if shape.has_mask else None,
         None if grad_out is None else _projection_layout(grad_out, dtype),
     )
 

@@ -6,7 +6,8 @@ The calling convention, in one place (kernels, operator, workloads and tests all
 
     q, k, v, out, residual   (B, I, H, N, D) 16-bit, unit stride on D, other strides positive multiples of 8 elements,
                              16-byte aligned base, D a multiple of 8; residual may be None
-    bias                     (B, H, N, N), unit last stride, other strides positive multiples of 16 bytes, 16-byte aligned base
+    bias                     (B, H, N, N) in q's dtype or float32, unit last stride, other strides positive multiples of 16 bytes,
+                             16-byte aligned base
     mask                     None, or float32 (B, I, M) contiguous, added to the scores in natural-log units: 0 keeps a key, -inf
                              excludes it; M is N rounded up to 256 and the keys from N on are -inf
     lse                      float32 (B, I, H, N) contiguous, natural log, -inf where no key is left
@@ -70,7 +71,9 @@ def in_place(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> bool:
     A function of shapes, strides and dtypes, so callers may remember it and pass it to `prepare`.
     """
     batch, rows, _, _, dim = q.shape
-    if bias.shape[:2] != (batch, 1) or dim % OPERAND_ALIGN or outer_sizes(batch, rows, bias) != (batch, rows):
+    if dim % OPERAND_ALIGN or bias.dtype != bias_kernel_dtype(q.dtype, bias.dtype):
+        return False
+    if bias.shape[:2] != (batch, 1) or outer_sizes(batch, rows, bias) != (batch, rows):
         return False
     aligns = (OPERAND_ALIGN, OPERAND_ALIGN, OPERAND_ALIGN, ALIGN_BYTES // bias.element_size())
     return all(
@@ -105,7 +108,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
         else:
             bias = bias.expand(batch, rows, *bias.shape[2:]).flatten(0, 1)
     buffer = None if mask is None else mask_buffer(mask, batch, rows, crop).view(*outer, -1)
-    return Operands(kernel_operand(q), kernel_operand(k), kernel_operand(v), kernel_bias(bias), buffer, outer)
+    laid_out = kernel_bias(bias, bias_kernel_dtype(q.dtype, bias.dtype))
+    return Operands(kernel_operand(q), kernel_operand(k), kernel_operand(v), laid_out, buffer, outer)
 
 
 def outer_sizes(batch: int, rows: int, bias: Tensor) -> tuple[int, int]:
@@ -132,17 +136,22 @@ def kernel_operand(x: Tensor) -> Tensor:
     return stored.transpose(2, 3)
 
 
-def kernel_bias(bias: Tensor) -> Tensor:
-    """A `(B, H, N, N)` bias as kernels read it: itself where TMA can, else one copy with rows padded to 8 elements."""
+def bias_kernel_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which kernels for q of `dtype` read a bias: its own, except that the other 16-bit type goes to float32."""
+    return bias_dtype if bias_dtype == dtype else torch.float32
+
+
+def kernel_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A `(B, H, N, N)` bias as kernels read it: itself where TMA can, else one copy of `dtype` with rows padded to 8 elements."""
     strides = bias.stride()
-    if strides[-1] == 1 and bias.data_ptr() % ALIGN_BYTES == 0:
+    if bias.dtype == dtype and strides[-1] == 1 and bias.data_ptr() % ALIGN_BYTES == 0:
         legal = _legal_strides(bias.shape, strides, ALIGN_BYTES // bias.element_size())
         if legal == strides:
             return bias
         if legal is not None:
             return bias.as_strided(bias.shape, legal)
     *outer, crop = bias.shape
-    room = torch.empty((*outer, _round_up(crop, OPERAND_ALIGN)), dtype=bias.dtype, device=bias.device)
+    room = torch.empty((*outer, _round_up(crop, OPERAND_ALIGN)), dtype=dtype, device=bias.device)
     return room.narrow(-1, 0, crop).copy_(bias)
 
 

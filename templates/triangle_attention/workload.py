@@ -23,7 +23,7 @@ OUT_BOUND = {"bfloat16": 2.1e-3, "float16": 2.7e-4}
 COMPENSATED_BOUND = {"bfloat16": 1.3e-3, "float16": 1.9e-4}
 """Of output + residual, which leaves only P's rounding."""
 LSE_BOUND = 2e-5
-"""Of the LSE: float32 throughout, or a row sum of rounded probabilities."""
+"""Of the LSE, relative to its RMS or to 1, whichever is larger: float32 throughout, or a row sum of rounded probabilities."""
 
 SLAB_ELEMENTS = 2**27
 
@@ -94,7 +94,7 @@ class ForwardWorkload:
 
     def errors(self, out: dict[str, Tensor], ref: dict[str, Tensor]) -> dict[str, float]:
         """Relative RMS of `out` and `lse`, and of out + residual as `compensated` where there is a residual."""
-        found = {"out": relative_rms(out["out"], ref["out"]), "lse": relative_rms(out["lse"], ref["lse"])}
+        found = {"out": relative_rms(out["out"], ref["out"]), "lse": relative_rms(out["lse"], ref["lse"], floor=1.0)}
         if "residual" in out:
             found["compensated"] = relative_rms(out["out"].double() + out["residual"].double(), ref["out"])
         return found
@@ -124,8 +124,10 @@ class ForwardWorkload:
         return launch, outputs if residual is None else {**outputs, "residual": residual}
 
 
-def relative_rms(x: Tensor, ref: Tensor) -> float:
+def relative_rms(x: Tensor, ref: Tensor, floor: float = 0.0) -> float:
     """||x - ref|| / ||ref|| over all elements, in float64; inf unless x is beyond doubt.
+
+    With a `floor`, the error is relative to that RMS where ref's own is smaller.
 
     It is inf where x holds a NaN or an infinity that ref lacks, where ref is infinite and x is not the same, and where x is not
     exactly zero in a line (along the last axis) that is exactly zero in ref. Infinite elements that agree are left out of the
@@ -137,6 +139,7 @@ def relative_rms(x: Tensor, ref: Tensor) -> float:
         if squares is None:
             return math.inf
         error, norm = error + squares[0], norm + squares[1]
+    norm = max(norm, floor * floor * ref.numel())
     return math.sqrt(error / norm) if norm else 0.0 if error == 0 else math.inf
 
 

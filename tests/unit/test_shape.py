@@ -72,7 +72,10 @@ def test_the_key_is_the_documented_one() -> None:
     assert TriangleAttentionShape(384).key() == "triangle_attention/B1/I384/H4/N384/D32/bfloat16/bias-bfloat16/mask-none"
 
 
-@pytest.mark.parametrize("text", ["", "triangle_attention/B1", SHAPES[0].key() + "/forward", SHAPES[0].key().replace("N384", "N0")])
+BAD_KEYS = ["", "triangle_attention/B1", SHAPES[0].key() + "/forward", SHAPES[0].key().replace("N384", "N0")]
+
+
+@pytest.mark.parametrize("text", BAD_KEYS)
 def test_parse_refuses_other_text(text: str) -> None:
     with pytest.raises(InvalidInput):
         TriangleAttentionShape.parse(text)

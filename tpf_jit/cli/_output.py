@@ -11,8 +11,12 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
-NARROWEST = 120
-"""Columns to assume where the output is no terminal, so that tables in files and logs keep their words whole."""
+WIDEST_CELL = 44
+"""Longer cells wrap between words where the output is no terminal, whose width would decide."""
+WIDEST_WORD = 32
+"""Longer words are folded when a table does not fit the terminal."""
+UNLIMITED = 10_000
+"""Columns of an output that is no terminal: files and logs keep their words whole."""
 
 
 def print_json(document: Any) -> None:
@@ -22,11 +26,11 @@ def print_json(document: Any) -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console that neither wraps tables at 80 columns in files nor guesses at markup in data."""
+    """A rich console that neither cuts tables at 80 columns in files nor guesses at markup in data."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else NARROWEST
+    width = None if stream.isatty() else UNLIMITED
     return Console(file=stream, width=width, markup=False, highlight=False, soft_wrap=False)
 
 
@@ -36,13 +40,20 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     from rich.table import Table
 
     body = [list(row) for row in rows]
+    screen = console()
+    if not body and note:
+        screen.print(note)
+        return
     table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for index, name in enumerate(columns):
         numeric = any(isinstance(row[index], (int, float)) and not isinstance(row[index], bool) for row in body)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        words = f"{name} {' '.join(cell(row[index]) for row in body)}".split()
+        longest = max(map(len, words), default=1)
+        limits = (min(longest, WIDEST_WORD), None) if screen.is_terminal else (longest, max(longest, WIDEST_CELL))
+        justify = "right" if numeric else "left"
+        table.add_column(name, justify=justify, overflow="fold", min_width=limits[0], max_width=limits[1])
     for row in body:
         table.add_row(*(cell(value) for value in row))
-    screen = console()
     screen.print(table)
     if note:
         screen.print(note)

@@ -36,11 +36,11 @@ def _options(
     pass
 
 
-app.command("doctor")(doctor.doctor)
-app.command("compile")(kernels.compile_kernels)
+app.command("doctor", short_help="Check this machine, and say how to mend what is wrong.")(doctor.doctor)
+app.command("compile", short_help="Compile kernels, with or without a GPU, and show their resources.")(kernels.compile_kernels)
 app.command("explain")(kernels.explain)
 app.command("tune")(kernels.tune)
-app.command("demo")(kernels.demo)
+app.command("demo", short_help="Show what tpf_jit does on this machine.")(kernels.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(db.app, name="db")
 app.add_typer(records.app, name="records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,39 +33,34 @@ def _open(path: Path | None, must_exist: bool = True) -> TuningStore:
 
 
 @app.command("list")
-def list_(device: Device = None, shipped: bool = True, db: Database = None, json: Json = False) -> None:
+def list_(
+    device: Device = None,
+    shipped: Annotated[bool, typer.Option(help="Include the tables that install with the package.")] = True,
+    db: Database = None,
+    json: Json = False,
+) -> None:
     """Every tuned problem: its winner, the time, and the layer it comes from."""
-    from tpf_jit.tuning_db import load_winners
-
-    layers = _layers(db, shipped)
-    rows = []
-    for layer, paths in layers:
-        for group in load_winners(paths).values():
-            winner = group[0]
-            if device is None or device.lower() in winner.device.lower():
-                rows.append((layer, winner))
+    rows = [
+        (layer.name, entry[0])
+        for layer in _layers(db, shipped)
+        for entry in layer.winners.values()
+        if device is None or device.lower() in entry[0].device.lower()
+    ]
     rows.sort(key=lambda row: (row[1].device, row[1].cell, row[0]))
     if json:
-        print_json([{"layer": layer, **_winner(winner)} for layer, winner in rows])
+        print_json([{"layer": layer, **asdict(winner)} for layer, winner in rows])
         return
     columns = ("problem", "device", "us", "configuration", "grade", "date", "layer")
     table = [(w.cell, w.device_name, w.us, cell(w.config), w.grade, w.date[:10], layer) for layer, w in rows]
     print_table("tuned problems", columns, table, "" if rows else "nothing is tuned yet: tpf-jit tune TARGET")
 
 
-def _layers(db: Path | None, shipped: bool) -> list[tuple[str, list[Path]]]:
-    from tpf_jit.tuning_db import user_database_path
-    from tpf_jit.tuning_db.reader import shipped_files
+def _layers(db: Path | None, shipped: bool) -> list[Any]:
+    from tpf_jit.tuning_db import reader
 
-    user = db or user_database_path()
-    layers = [("user", [user])] if user.is_file() else []
-    return layers + ([("shipped", shipped_files())] if shipped else [])
-
-
-def _winner(winner: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(winner)
+    user = db or reader.user_database_path()
+    layers = [reader.read_layer(user)] if user.is_file() else []
+    return layers + ([reader.read_shipped()] if shipped else [])
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""Operators as PyTorch sees them: checks, routing, layouts, autograd, and the PyTorch path."""

@@ -15,6 +15,13 @@ from tpf_jit.errors import InvalidInput
 CANONICAL_RANK = 5
 
 
+def check_types(q: object, k: object, v: object, bias: object, mask: object) -> None:
+    """Raise InvalidInput unless all are tensors; the mask may be None."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
+        if not isinstance(x, Tensor) and not (x is None and name == "mask"):
+            raise InvalidInput.of(name, type(x).__name__, "a torch.Tensor" + (" or None" if name == "mask" else ""))
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, one_dtype: bool = True) -> None:
     """Raise InvalidInput, naming the argument, what came and what is allowed, unless the tensors fit together.
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tpf_jit import kernels
 from tpf_jit.device import current_device
-from tpf_jit.errors import CompileFailed, FallbackWarning, NoKernel
+from tpf_jit.errors import CompileFailed, FallbackWarning, NoKernel, ShapeUnsupported
 from tpf_jit.shape import BIAS_DTYPES, KERNEL_DTYPES, MAX_HEAD_DIM, TriangleAttentionShape, dtype_name
 from tpf_jit.templates import registry
-from tpf_jit.templates.triangle_attention.layout import outer_sizes
+from tpf_jit.templates.triangle_attention.layout import bias_kernel_dtype, outer_sizes
 
 FORWARD = "triangle_attention/forward"
+FLAGS = {False: (), True: (("residual", True),)}
 
 EMPTY = "the tensors are empty"
 
@@ -43,9 +44,9 @@ class Launch(NamedTuple):
     num_ctas: int
 
 
-def fallback_reason(q: Tensor, bias: Tensor) -> str | None:
-    """Why no kernel of any kind takes a call of canonical rank, or None if some may (see `unsupported`)."""
-    found = hardware(q.device)
+def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None:
+    """Why no kernel of any kind takes a call of canonical rank on a device, or None if some may (see `unsupported`)."""
+    found = hardware(device)
     if found.arch is None:
         return found.reason
     if q.dtype not in _KERNEL_DTYPES:
@@ -73,7 +74,7 @@ def kernel_shape(q: Tensor, bias: Tensor, mask: Tensor | None) -> TriangleAttent
     batch, rows, heads, crop, dim = q.shape
     batch, rows = outer_sizes(batch, rows, bias)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-    return _shape(crop, heads, dim, rows, batch, q.dtype, bias.dtype, kind)
+    return _shape(crop, heads, dim, rows, batch, q.dtype, bias_kernel_dtype(q.dtype, bias.dtype), kind)
 
 
 @lru_cache(maxsize=4096)
@@ -95,7 +96,8 @@ def _cuda_hardware(index: int) -> Hardware:
         return Hardware(None, f"the properties of CUDA device {index} cannot be read", 0)
     major, minor = found.compute_capability
     reason = f"{found.name} (compute capability {major}.{minor}) is not a Hopper GPU (9.0)"
-    return Hardware(found.arch, "" if found.arch else reason, found.sms)
+    sms = found.sms or torch.cuda.get_device_properties(index).multi_processor_count
+    return Hardware(found.arch, "" if found.arch else reason, sms)
 
 
 def find_kernel(shape: TriangleAttentionShape, residual: bool, device: torch.device) -> Launch | str:
@@ -106,10 +108,11 @@ def find_kernel(shape: TriangleAttentionShape, residual: bool, device: torch.dev
         CacheUntrusted: the object cache could have been written by somebody else.
     """
     try:
-        kernel = kernels.get_kernel(FORWARD, shape, residual=residual)
-        return Launch(kernel.function, hardware(device).sms)
-    except (NoKernel, CompileFailed) as error:
-        return f"the kernel for {shape.key()} cannot be built: {error}"
+        function = kernels.get_kernel(FORWARD, shape, FLAGS[residual]).function
+    except (NoKernel, CompileFailed, ShapeUnsupported) as error:
+        first_line = str(error).partition("\n")[0]
+        return f"no kernel could be had ({type(error).__name__}: {first_line})"
+    return Launch(function, hardware(device).sms)
 
 
 def warn_once(reason: str) -> None:

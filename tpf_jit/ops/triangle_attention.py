@@ -4,8 +4,8 @@
       -> torch.ops.tpf_jit.triangle_attention_forward      (B, I, H, N, D) only; kernel or PyTorch path
       -> torch.ops.tpf_jit.triangle_attention_backward     recomputes in chunks (PyTorch path)
 
-The operators are registered with `torch.library.Library` and an autograd kernel of their own: `custom_op` and `register_autograd`
-cost 5 us more per call without, and 20 us more per call with gradients (one core, PyTorch 2.13).
+The operators are registered with `torch.library.Library` and an autograd kernel of their own, as `torch.library.custom_op` costs
+5 us more a call without gradients and 21 us more with them (`register_autograd` 2 and 17; one core, PyTorch 2.13).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpf_jit.errors import InvalidInput, NotDifferentiable
+from tpf_jit import kernels
+from tpf_jit.compiler import KernelSpec
+from tpf_jit.errors import InvalidInput, NoKernel, NotDifferentiable
 from tpf_jit.ops import checks, fallback, routing
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import layout
@@ -69,16 +71,15 @@ def triangle_attention(
         InvalidInput: the arguments do not fit together; nothing has been allocated or launched.
         ColdKernelInCapture: in CUDA-graph capture with a kernel that is not loaded yet (`warmup` loads it).
     """
-    kind = q.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    checks.check_types(q, k, v, bias, mask)
+    cast_to = _autocast_dtype(q)
     canonical = checks.is_canonical(q, bias, mask)
-    if autocast or not canonical:
+    if cast_to is not None or not canonical:
         # The operator checks too, and remembers what it has checked; here only where tensors are changed before they reach it.
-        checks.check(q, k, v, bias, mask, one_dtype=not autocast)
+        checks.check(q, k, v, bias, mask, one_dtype=cast_to is None)
     scale = _scale(q, scale)
-    if autocast:
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if cast_to is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(cast_to) for x in (q, k, v))
     leading = q.shape[:-4]
     if not canonical:
         q, k, v, bias, mask = checks.canonical(q, k, v, bias, mask)
@@ -87,6 +88,13 @@ def triangle_attention(
     out, lse, _ = _forward_op(q, k, v, bias, mask, scale, False)
     out = checks.split_leading(out, leading)
     return (out, checks.split_leading(lse, leading)) if return_lse else out
+
+
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -122,19 +130,53 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) ->
     if plan is not None:
         return plan
     _check_canonical(q, k, v, bias, mask)
-    reason = routing.fallback_reason(q, bias)
-    if reason is None:
-        shape = routing.kernel_shape(q, bias, mask)
-        reason = routing.unsupported(shape, q.device)
-        if reason is not None:
-            return _Plan(reason)  # not remembered: a template may be registered later
-        plan = _Plan(None, shape, layout.in_place(q, k, v, bias))
-    else:
-        plan = _Plan(reason)
+    plan, lasting = _decide(q, k, v, bias, mask, q.device)
+    if not lasting:
+        return plan
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+def _decide(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, device: torch.device
+) -> tuple[_Plan, bool]:
+    """The plan of a checked call on a device (the tensors may be meta tensors), and whether it holds for the process's life."""
+    reason = routing.fallback_reason(q, bias, device)
+    if reason is not None:
+        try:
+            return _Plan(reason, routing.kernel_shape(q, bias, mask)), True
+        except InvalidInput:
+            return _Plan(reason), True  # nothing that any kernel could take
+    shape = routing.kernel_shape(q, bias, mask)
+    reason = routing.unsupported(shape, device)
+    if reason is not None:
+        return _Plan(reason, shape), False  # a template may be registered later
+    return _Plan(None, shape, layout.in_place(q, k, v, bias)), True
+
+
+def inspect_call(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None
+) -> tuple[str | None, TriangleAttentionShape | None]:
+    """What `triangle_attention` would do with these tensors: why it would take the PyTorch path (None: a kernel takes the call),
+    and the problem that a kernel solves or would solve, if any could. Takes autocast into account; copies and reads nothing.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    checks.check_types(q, k, v, bias, mask)
+    cast_to = _autocast_dtype(q)
+    checks.check(q, k, v, bias, mask, one_dtype=cast_to is None)
+    dtypes = [x.dtype if cast_to is None or x.dtype == torch.float64 else cast_to for x in (q, k, v)]
+    dtypes += [bias.dtype, None if mask is None else mask.dtype]
+    shadows = (
+        None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+        for x, dtype in zip((q, k, v, bias, mask), dtypes, strict=True)
+    )
+    q_, k_, v_, bias_, mask_ = checks.canonical(*shadows)
+    plan, _ = _decide(q_, k_, v_, bias_, mask_, q.device)
+    return plan.reason, plan.shape
 
 
 def _forward(
@@ -167,6 +209,35 @@ def _launch(
     else:
         launch.function(*arguments, scale, launch.num_ctas)
     return layout.trim(out, dim), lse, q.new_empty(0) if residual is None else layout.trim(residual, dim)
+
+
+def run_kernel(
+    kernel: kernels.Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch one particular forward kernel: output and LSE, without autograd and without a PyTorch path.
+
+    Args:
+        kernel: a kernel of the family "triangle_attention/forward", with or without residual.
+        Others as in `triangle_attention`, five-dimensional.
+
+    Raises:
+        InvalidInput: the tensors do not fit together, or are not what the kernel was compiled for.
+        NoKernel: the tensors are not on a device that the kernel runs on.
+    """
+    checks.check_types(q, k, v, bias, mask)
+    _check_canonical(q, k, v, bias, mask)
+    spec, here = kernel.spec, routing.hardware(q.device)
+    if here.arch != spec.arch:
+        raise NoKernel(f"{spec} is built for {spec.arch}; {here.reason or f'the device is {here.arch}'}")
+    reason = routing.fallback_reason(q, bias, q.device)
+    if reason is not None:
+        raise InvalidInput.of("q, k, v, bias", reason, "what the kernel was compiled for")
+    shape = routing.kernel_shape(q, bias, mask)
+    residual = bool(dict(spec.variant).get("residual", False))
+    if KernelSpec.make(spec.template, shape, kernel.config, **dict(routing.FLAGS[residual])) != spec:
+        raise InvalidInput.of("q, k, v, bias, mask", shape.key(), f"what the kernel was compiled for: {dict(spec.variant)}")
+    operands = layout.prepare(q, k, v, bias, mask)
+    return _launch(routing.Launch(kernel.function, here.sms), operands, q, _scale(q, scale), residual)[:2]
 
 
 def _forward_fake(

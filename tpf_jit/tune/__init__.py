@@ -180,8 +180,9 @@ def _gpu(device: int | None) -> tuple[Any, int]:
     gpu = current_device(device)
     if gpu is None:
         raise MeasurementFailed(
-            "tuning times kernels on a GPU, and this process sees none. Run it on a machine with an H100 or H200 (`tpf-jit doctor` "
-            "says what is missing), or bring results measured elsewhere with `tpf-jit db import FILE`; `tpf-jit compile` needs no GPU."
+            "tuning times kernels on a GPU, and this process sees none. Run it on a machine with an H100 or H200 "
+            "(`tpf-jit doctor` says what is missing), or bring results measured elsewhere with `tpf-jit db import FILE`; "
+            "compiling needs no GPU (`tpf-jit compile`)."
         )
     if gpu.arch is None:
         raise NoKernel(
@@ -224,7 +225,7 @@ def _builder(store: Any, options: TuneOptions) -> Builder:
     if objects is None:
         from tpf_jit.cache import ObjectStore
 
-        objects = ObjectStore(store=store)
+        objects = ObjectStore()
 
     def make_pool() -> Any:
         from tpf_jit.pool import CompilePool
@@ -240,7 +241,7 @@ def _workers(options: TuneOptions) -> int:
 
 def _cuda_measurer(gpu: Any, index: int, store: Any, seed: int | None) -> Callable[[Any, Any], Any]:
     def make(template: Any, shape: Any) -> Any:
-        return measure.cuda_measurer(template, shape, gpu, index, lock=Path(store.path).parent, seed=seed)
+        return measure.cuda_measurer(template, shape, gpu, index, Path(store.path).parent, seed)
 
     return make
 

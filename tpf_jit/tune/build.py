@@ -5,7 +5,6 @@ Workers compile while the measuring process measures. The pool starts with the f
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ class Builder:
 
     Args:
         objects: the object cache (`tpf_jit.cache.ObjectStore`).
-        store: the tuning database, which knows the resources of kernels compiled earlier.
-        make_pool: makes the pool (`tpf_jit.pool.CompilePool`): anything with `submit(spec) -> Future`, a context manager.
+        store: the tuning database, which keeps what is known about each kernel.
+        make_pool: makes the pool (`tpf_jit.pool.CompilePool`): anything with `submit(spec) -> Future` and `close(wait)`.
     """
 
     def __init__(self, objects: Any, store: Any, make_pool: Callable[[], Any]) -> None:
@@ -37,14 +36,15 @@ class Builder:
         self._store = store
         self._make_pool = make_pool
         self._pool: Any = None
-        self._stack = contextlib.ExitStack()
         self._built: dict[str, Built] = {}
 
     def __enter__(self) -> Builder:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        if self._pool is not None:
+            # Whatever is still compiling is not wanted any more.
+            self._pool.close(wait=False)
 
     def submit(self, spec: Any) -> Future:
         """A future of whatever `finish` takes; ready at once where the cache has the object."""
@@ -54,7 +54,7 @@ class Builder:
             future.set_result(cached)
             return future
         if self._pool is None:
-            self._pool = self._stack.enter_context(self._make_pool())
+            self._pool = self._make_pool()
         return self._pool.submit(spec)
 
     def finish(self, spec: Any, future: Future) -> Built:
@@ -71,13 +71,14 @@ class Builder:
 
     def _cached(self, spec: Any) -> Built | None:
         path = self._objects.get(spec)
-        row = self._store.kernel(spec.key) if path is not None else None
-        if path is None or row is None:
+        if path is None:
             return None
-        return Built(Path(path), row["kind"], row["resources"].get("cubin_sha256") or "", row["resources"])
+        resources = self._objects.resources(spec)
+        return Built(Path(path), Path(path).suffix.lstrip("."), resources.get("cubin_sha256") or "", resources)
 
     def _keep(self, compiled: Any) -> Built:
-        self._store.put_kernel(**compiled.to_row())
+        # Also in the sweep's own database, which may be another than the one that vouches for the cache.
+        self._store.put_kernel(compiled.to_row())
         path = self._objects.put(compiled)
         binary = Path(path) if path is not None else compiled.data
         return Built(binary, compiled.kind, compiled.resources.get("cubin_sha256") or "", compiled.resources)

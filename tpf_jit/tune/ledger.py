@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tpf_jit.templates.base import canonical_json, config_to_dict
@@ -69,22 +69,23 @@ class Ledger:
         self._toolchain = dict(toolchain or {})
         self._lease_s = lease_s
         self._retry_failed = retry_failed
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{self.session}"
+        self._owner = f"{_identity(os.getpid())}@{self.session}"
         self._held: dict[str, float] = {}
+        self._current: dict[tuple[str, str, str], TrialRow] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Read the rows that other processes may have added."""
-        rows = self._store.trials(cell=self.cell, template=self._template.name)
-        self.rows = [row for row in rows if row.device_model == self.model and row.protocol == self._protocol]
+        rows = self._store.trials(cell=self.cell, device=self.model, template=self._template.name)
+        self.rows = []
+        self._current = {}
+        for row in rows:
+            if row.protocol == self._protocol:
+                self._add(row)
 
     def find(self, candidate: Candidate, grade: str = "search") -> TrialRow | None:
-        """The current row of a candidate: same configuration, same kernel."""
-        for row in reversed(self.rows):
-            if row.grade == grade and row.kernel_key == candidate.key and canonical_json(row.config) == candidate.json:
-                if not (self._retry_failed and row.status in RETRIED and row.session != self.session):
-                    return row
-        return None
+        """The current row of a candidate: same configuration, same kernel; the newest of several."""
+        return self._current.get((grade, candidate.key, candidate.json))
 
     def same_code(self, cubin_sha256: str) -> TrialRow | None:
         """A measured row of the same device code, from whichever configuration or toolchain."""
@@ -114,13 +115,27 @@ class Ledger:
             session=self.session,
         )
         self._store.put_trial(row)
-        self.rows.append(row)
+        self._add(row)
         return row
 
+    def _add(self, row: TrialRow) -> None:
+        self.rows.append(row)
+        if not (self._retry_failed and row.status in RETRIED and row.session != self.session):
+            self._current[row.grade, row.kernel_key, canonical_json(row.config)] = row
+
     def claim(self, name: str) -> bool:
-        """Reserve a candidate (its canonical JSON) or another piece of work of this cell; False if another process has it."""
-        if not self._store.claim(self.cell, self._lease_name(name), self._owner, self._lease_s):
-            return False
+        """Reserve a candidate (its canonical JSON) or another piece of work of this cell; False if another process has it.
+
+        What a process of this machine held when it was killed is free at once, elsewhere when its time is over.
+        """
+        work = self._lease_name(name)
+        if not self._store.claim(self.cell, work, self._owner, self._lease_s):
+            held = [lease["owner"] for lease in self._store.leases() if (lease["cell"], lease["work"]) == (self.cell, work)]
+            if not held or _alive(held[0]):
+                return False
+            self._store.release(self.cell, work, held[0])
+            if not self._store.claim(self.cell, work, self._owner, self._lease_s):
+                return False
         self._held[name] = time.monotonic()
         return True
 
@@ -143,3 +158,39 @@ class Ledger:
     def _lease_name(self, name: str) -> str:
         return canonical_json({"device": self.model, "protocol": self._protocol, "template": self._template.name, "work": name})
 
+
+
+def _identity(pid: int) -> str:
+    """A process by machine boot, process namespace, id and start time, which no other process ever has; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{boot}/{namespace}/{pid}/{_started(pid)}"
+
+
+def _started(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot; "" for one that has ended, None where it cannot be read."""
+    try:
+        # The command name, in parentheses, may contain anything.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return "" if state in "ZX" else fields[18]
+
+
+def _alive(owner: str) -> bool:
+    """Whether a lease's owner may still be running; False only for a process that this one could see and that is gone."""
+    there = owner.partition("@")[0].split("/")
+    here = _identity(os.getpid()).split("/")
+    if len(there) != 4 or there[:2] != here[:2] or not there[2].isdecimal():
+        return True
+    try:
+        os.kill(int(there[2]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    started = _started(int(there[2]))
+    return started is None or started == there[3]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpf_jit.errors import MeasurementFailed
+from tpf_jit.errors import MeasurementFailed, NoKernel
 from tpf_jit.tune import timing
 from tpf_jit.tune.check import Checker
 from tpf_jit.tune.timing import DeviceHung, Launch, Timer
@@ -279,7 +279,14 @@ class WorkloadMeasurer:
 
     def _function(self, job: Job) -> Any:
         if job.key not in self._loaded:
-            self._loaded[job.key] = self._load(job.binary, job.symbol, job.kind)
+            try:
+                loaded = self._load(job.binary, job.symbol, job.kind)
+            except NoKernel:
+                if isinstance(job.binary, bytes):
+                    raise
+                # A cache on a file system mounted noexec, or an entry pruned since it was compiled.
+                loaded = self._load(job.binary.read_bytes(), job.symbol, job.kind)
+            self._loaded[job.key] = loaded
         return self._loaded[job.key]
 
     def _bind(self, function: Any) -> list[Launch]:
@@ -346,21 +353,30 @@ def steady_rounds(rounds: Sequence[Sequence[Sequence[float]]], slow: float) -> l
     return sorted(kept if 2 * len(kept) >= len(order) else order[: (len(order) + 1) // 2])
 
 
-def cuda_measurer(template: Any, shape: Any, device: Any, index: int, lock: Path | None = None) -> WorkloadMeasurer:
+def cuda_measurer(
+    template: Any, shape: Any, device: Any, index: int, lock_folder: Path | None = None, seed: int | None = None
+) -> WorkloadMeasurer:
     """The real measurer, for CUDA device `index` with facts `device` (a `tpf_jit.device.Device`).
 
-    `lock` is the file that keeps two tuners from timing the same GPU at once.
+    `lock_folder` holds the file that keeps two tuners from timing the same GPU at once.
     """
     import torch
 
+    from tpf_jit import compiler
     from tpf_jit import device as device_module
-    from tpf_jit import loader
 
     timer = timing.CudaTimer(index, device.l2_bytes)
     torch.cuda.set_device(index)
     free_bytes, _ = torch.cuda.mem_get_info(index)
-    options = {"clocks": lambda: device_module.clocks(index), "lock": lock, "memory_bytes": free_bytes}
-    return WorkloadMeasurer(template, shape, timer, loader.load, f"cuda:{index}", device_facts(device), options=options)
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
+    options = {
+        "clocks": lambda: device_module.clocks(index),
+        "lock": lock_folder / f"gpu-{uuid}.lock" if lock_folder is not None else None,
+        "memory_bytes": free_bytes,
+        "seed": seed,
+    }
+    load = compiler.backend(template.backend).load
+    return WorkloadMeasurer(template, shape, timer, load, f"cuda:{index}", device_facts(device), options=options)
 
 
 def device_facts(device: Any) -> dict[str, Any]:

@@ -22,14 +22,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tpf_jit import nearest as neighbours
+from tpf_jit.device import sibling_class
 from tpf_jit.templates.base import canonical_json, config_to_dict
 
 THIN = 8
 """A neighbour with fewer measured configurations is passed over for one up to a distance of 1 further off."""
 FAR = 2.0
 """Distance from which a neighbour's order is only mixed in. 1 is a factor of two in the crop."""
-FIELD_WEIGHTS = {"crop": 1.0, "rows": 0.25, "batch": 0.25, "heads": 0.25, "head_dim": 2.0}
-"""Cost of a factor of two in a field of the shape; 0.5 for others, and 1 for a differing text (dtype, mask)."""
+FIELD_WEIGHTS = {"crop": 1.0, "rows": 0.25, "batch": 0.125}
+OTHER_WEIGHT = 0.5
+"""Cost of a factor of two in a field of a shape, and of a differing text."""
 STARTERS = 64
 """Configurations of the order that are measured before Optuna's sampler is asked."""
 PATIENCE = 64
@@ -37,7 +40,7 @@ PATIENCE = 64
 GAIN = 0.01
 """Relative gain that counts; smaller ones are within noise."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tpf_jit")
 
 
 def config_json(config: Any) -> str:
@@ -98,14 +101,21 @@ def _value_distance(a: Any, b: Any) -> float:
 
 
 def shape_distance(a: Any, b: Any) -> float:
-    """How far two problems are apart for tuning; 0 = equal, inf = of different kinds."""
+    """How far two problems are apart for tuning; 0 = equal, inf = of different kinds.
+
+    The dispatcher's distance, and 1 for each trait that makes it other code (dtypes, head-dim tile, mask); for shapes of other
+    operations, `FIELD_WEIGHTS`.
+    """
     if type(a) is not type(b) or not dataclasses.is_dataclass(a):
         return 0.0 if a == b else math.inf
+    try:
+        return neighbours.distance(a, b) + sum(getattr(a, name) != getattr(b, name) for name in neighbours.SAME)
+    except AttributeError:
+        pass
     total = 0.0
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
-        weight = FIELD_WEIGHTS.get(field.name, 0.5) if type(x) is int and type(y) is int else 1.0
-        total += weight * _value_distance(x, y)
+        total += FIELD_WEIGHTS.get(field.name, OTHER_WEIGHT) * _value_distance(x, y)
     return total
 
 
@@ -133,20 +143,16 @@ def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Nei
         except (AttributeError, ValueError):
             continue
         if model != device:
-            # The same chip with another memory is a sibling; anything else is mixed with the analytic order.
-            distance += 0.5 if _chip(model) == _chip(device) else FAR
-        rank = {config: (min(slow for slow, _ in seen), statistics.median(us for _, us in seen)) for config, seen in configs.items()}
+            # The same die with another memory is a sibling; anything else is mixed with the analytic order.
+            chip = sibling_class(device.rsplit("/", 2)[0])
+            distance += 0.5 if chip is not None and sibling_class(model.rsplit("/", 2)[0]) == chip else FAR
+        rank = {
+            config: (min(slow for slow, _ in seen), statistics.median(us for _, us in seen)) for config, seen in configs.items()
+        }
         ranking = tuple(sorted(rank, key=lambda config: (*rank[config], config)))
         if math.isfinite(distance):
             found.append(Neighbour(cell, model, distance, ranking))
     return min(found, key=lambda each: (each.distance + (len(each.ranking) < THIN), -len(each.ranking)), default=None)
-
-
-def _chip(model: str) -> tuple[bool, str]:
-    """H100 and H200 are the same die; the SM count tells them from cut-down boards."""
-    name, *rest = model.split("/")
-    hopper = any(word.startswith(("H100", "H200", "GH200", "H800")) for word in name.split())
-    return hopper, rest[0] if hopper and rest else model
 
 
 def plan(configs: Sequence[Any], analytic: Sequence[Any], neighbour: Neighbour | None) -> list[Any]:
@@ -157,7 +163,7 @@ def plan(configs: Sequence[Any], analytic: Sequence[Any], neighbour: Neighbour |
     borrowed = [legal[text] for text in neighbour.ranking if text in legal]
     if neighbour.distance < FAR:
         return _unique([*borrowed, *analytic])
-    mixed = [config for pair in zip(borrowed, analytic) for config in pair]
+    mixed = [config for pair in zip(borrowed, analytic, strict=False) for config in pair]
     return _unique([*mixed, *borrowed, *analytic])
 
 
@@ -192,7 +198,9 @@ class OptunaSource:
 
     _ASKS = 8
 
-    def __init__(self, ordered: Sequence[Any], seed: int | None = None, starters: int = STARTERS, patience: int = PATIENCE) -> None:
+    def __init__(
+        self, ordered: Sequence[Any], seed: int | None = None, starters: int = STARTERS, patience: int = PATIENCE
+    ) -> None:
         import optuna
 
         self._optuna = optuna
@@ -299,11 +307,11 @@ def _quiet(optuna: Any) -> Iterator[None]:
 
 
 def make_source(ordered: Sequence[Any], enumerate_limit: int, seed: int | None = None) -> Source:
-    """Enumeration up to `enumerate_limit` configurations, Optuna above (the order's first ones, where Optuna is not installed)."""
+    """Enumeration up to `enumerate_limit` configurations, Optuna above (without Optuna: the first ones of the order)."""
     if len(ordered) <= enumerate_limit:
         return EnumeratedSource(ordered)
     try:
         return OptunaSource(ordered, seed)
     except ImportError:
-        _log.warning("optuna is not installed: of %d configurations, the %d most promising are tried", len(ordered), enumerate_limit)
+        _log.warning("optuna is not installed: of %d configurations the first %d are tried", len(ordered), enumerate_limit)
         return EnumeratedSource(ordered[:enumerate_limit])

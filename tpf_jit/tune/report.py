@@ -88,8 +88,7 @@ class Result:
         for status, number in sorted(self.counts.items()):
             if status != "ok":
                 example = next(row for row in self.trials if row.status == status)
-                detail = example.detail.strip().splitlines()[0][:90] if example.detail.strip() else ""
-                lines.append(f"{number:>10} {status}: e.g. {_fields(example.config)}: {detail}")
+                lines.append(f"{number:>10} {status}: e.g. {_fields(example.config)}: {_reason(example.detail)}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,6 +122,12 @@ def sorted_rows(rows: Sequence[Any]) -> list[Any]:
         if row.status == "ok":
             chosen[row.template + canonical_json(row.config)] = row
     return sorted(chosen.values(), key=lambda row: (row.grade != "final", row.median_us))
+
+
+def _reason(detail: str, width: int = 110) -> str:
+    """The first line of a detail; of a long one the end, where the reason is."""
+    line = (detail.strip().splitlines() or [""])[0]
+    return line if len(line) <= width else "..." + line[3 - width :]
 
 
 def _fields(config: dict[str, Any]) -> str:

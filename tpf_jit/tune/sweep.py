@@ -13,19 +13,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from tpf_jit.compiler import KernelSpec
-from tpf_jit.errors import MeasurementFailed
+from tpf_jit.errors import MeasurementFailed, TpfError
 from tpf_jit.templates.base import config_to_dict
 from tpf_jit.tune import order
 from tpf_jit.tune.build import Builder, Built
 from tpf_jit.tune.ledger import Candidate, Ledger
 from tpf_jit.tune.measure import Job, Measurer, Outcome
 from tpf_jit.tune.report import Progress
+from tpf_jit.tuning_db import merge, reader
 from tpf_jit.tuning_db.rows import config_order
 
 SHOOTOUT = "shoot-out"
@@ -87,8 +88,9 @@ class Sweep:
         self._foreign: list[Candidate] = []
         self._added = 0
         self._done = 0
+        self._candidates = [self._candidate(config) for config in template.space(shape)]
         self._scores: dict[str, float] = {}
-        self._best: tuple[float, Job] | None = None
+        self._jobs: dict[str, Job | None] = {}
 
     def run(self) -> None:
         """Search, then shoot out. Raises MeasurementFailed when the device is lost; what was measured is kept."""
@@ -105,8 +107,7 @@ class Sweep:
 
     def _recall(self) -> None:
         """Learn what the database already knows of this cell."""
-        for config in self._template.space(self._shape):
-            candidate = self._candidate(config)
+        for candidate in self._candidates:
             row = self._ledger.find(candidate)
             if row is not None:
                 self._learn(candidate, row)
@@ -203,12 +204,12 @@ class Sweep:
         row = self._ledger.record(candidate, outcome, built.cubin_sha256 if built else "")
         self._ledger.release(candidate.json)
         self._added += 1
-        score = row.median_us
-        if outcome.relative is not None and self._best is not None:
-            score = outcome.relative * self._best[0]
+        best = min(self._scores.values(), default=None)
+        if built is not None:
+            self._jobs[candidate.json] = _job(candidate, built)
+        # Relative to the incumbent timed beside it, drift of the clocks cancels out.
+        score = outcome.relative * best if outcome.relative is not None and best is not None else None
         self._learn(candidate, row, score)
-        if built is not None and row.status == "ok" and score is not None and (self._best is None or score < self._best[0]):
-            self._best = (score, _job(candidate, built))
         if outcome.fatal:
             raise _lost(candidate, outcome)
 
@@ -223,8 +224,21 @@ class Sweep:
                 outcome.samples_us = list(twin.samples_us)
                 outcome.detail += f"; same device code as trial {twin.id[:12]}, whose samples these are"
             return outcome
-        best_us = self._best[0] if self._best else min(self._scores.values(), default=None)
-        return self._measurer.measure(job, best_us, self._best[1] if self._best else None)
+        return self._measurer.measure(job, min(self._scores.values(), default=None), self._incumbent())
+
+    def _incumbent(self) -> Job | None:
+        """The best candidate so far, loadable; None when there is none or its object is gone and does not compile again."""
+        if not self._scores:
+            return None
+        best = min(self._scores, key=self._scores.__getitem__)
+        if best not in self._jobs:
+            candidate = next(each for each in self._candidates if each.json == best)
+            try:
+                self._jobs[best] = _job(candidate, self._builder.get(candidate.spec))
+            except Exception as error:
+                _log.info("the best configuration so far cannot be timed again: %s", error)
+                self._jobs[best] = None
+        return self._jobs[best]
 
     def _learn(self, candidate: Candidate, row: Any, score: float | None = None) -> None:
         us = (score or row.median_us) if row.status == "ok" else None
@@ -237,15 +251,16 @@ class Sweep:
 
     def _final(self) -> None:
         """The shoot-out of the best, by one process at a time; skipped when its rows are there already."""
-        finalists = self._finalists()
-        if not finalists:
+        if not self._finalists():
             return
         while not self._ledger.claim(SHOOTOUT):
             self._pause()
         self._ledger.refresh()
-        finalists = self._finalists()
-        if all(self._ledger.find(candidate, "final") for candidate in finalists):
+        # By the rows alone, so that every process asks the same question.
+        if all(self._ledger.find(candidate, "final") for candidate in self._finalists()):
             return
+        # Where scores relative to the incumbent say otherwise, those by score take part as well.
+        finalists = list(dict.fromkeys([*self._finalists(), *self._finalists(self._scores)]))
         jobs = []
         built: dict[str, Built] = {}
         for candidate in finalists:
@@ -257,26 +272,24 @@ class Sweep:
             jobs.append(_job(candidate, built[candidate.key]))
             self._ledger.renew()
         outcomes = self._measurer.shootout(jobs)
-        for candidate in finalists:
-            outcome = outcomes.get(candidate.key)
-            if outcome is not None:
-                self._ledger.record(candidate, outcome, built[candidate.key].cubin_sha256, "final")
-        lost = [(candidate, outcomes[candidate.key]) for candidate in finalists if candidate.key in outcomes]
-        for candidate, outcome in lost:
+        measured = [(candidate, outcomes[candidate.key]) for candidate in finalists if candidate.key in outcomes]
+        for candidate, outcome in measured:
+            self._ledger.record(candidate, outcome, built[candidate.key].cubin_sha256, "final")
+        for candidate, outcome in measured:
             if outcome.fatal:
                 raise _lost(candidate, outcome)
 
-    def _finalists(self) -> list[Candidate]:
-        """The fastest by their search rows; of equal device code the first in canonical order."""
+    def _finalists(self, scores: Mapping[str, float] | None = None) -> list[Candidate]:
+        """The fastest by their search rows, or by `scores`; of equal device code the first in canonical order."""
         found: dict[str, tuple[float, Any, Candidate]] = {}
-        for config in self._template.space(self._shape):
-            candidate = self._candidate(config)
+        for candidate in self._candidates:
             row = self._ledger.find(candidate)
-            if row is None or row.status != "ok":
+            final = self._ledger.find(candidate, "final")
+            if row is None or row.status != "ok" or (final is not None and final.status != "ok"):
                 continue
             code = row.cubin_sha256 or candidate.key
             rank = config_order(row.config)
-            us = self._scores.get(candidate.json, row.median_us)
+            us = row.median_us if scores is None else scores.get(candidate.json, row.median_us)
             if code not in found or rank < found[code][1]:
                 found[code] = (us, rank, candidate)
         ranked = sorted(found.values(), key=lambda entry: entry[:2])
@@ -296,7 +309,7 @@ def _job(candidate: Candidate, built: Built) -> Job:
 
 
 def _compile_failure(error: Exception) -> Outcome:
-    timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+    timed_out = isinstance(error, TimeoutError) or "took longer than" in str(error)
     return Outcome("compile_timeout" if timed_out else "compile_error", f"{error}"[-2000:])
 
 
@@ -308,9 +321,15 @@ def _lost(candidate: Candidate, outcome: Outcome) -> MeasurementFailed:
 
 
 def neighbour_rows(store: Any, template: Any, cell: str) -> list[Any]:
-    """Rows that may order a sweep of `cell`: all of the template but the cell's own current ones."""
+    """Rows that may order a sweep of `cell`: the template's, of the database and those that ship, but the cell's own current."""
+    rows = {row.id: row for row in store.trials(template=template.name)}
+    for path in reader.shipped_files():
+        try:
+            rows |= {name: row for name, row in merge.read_lines(path).trials.items() if row.template == template.name}
+        except TpfError as error:
+            _log.info("%s is left out of the order: %s", path.name, error)
     current = template.source_hash()
-    return [row for row in store.trials(template=template.name) if not (row.cell == cell and row.source_hash == current)]
+    return [row for row in rows.values() if not (row.cell == cell and row.source_hash == current)]
 
 
 def ordered_space(template: Any, shape: Any, direction: str, model: str, rows: Sequence[Any]) -> tuple[list[Any], str]:
@@ -324,5 +343,3 @@ def ordered_space(template: Any, shape: Any, direction: str, model: str, rows: S
     origin = f"ranking of {neighbour.cell} on {neighbour.device} (distance {neighbour.distance:.2f}){mixed}"
     return order.plan(configs, analytic, neighbour), origin
 
-
-PoolMaker = Callable[[], Any]

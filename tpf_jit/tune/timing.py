@@ -77,6 +77,7 @@ class CudaTimer:
         self._flush_buffer: Any = None
         self.cold_bytes = 2 * l2_bytes
         self._turn = 0
+        self._host_us = 20.0
 
     def sample(self, launches: Sequence[Launch], count: int, group: int = 1, flush: bool = False) -> list[float]:
         torch = self._torch
@@ -86,9 +87,11 @@ class CudaTimer:
                 self._flush_buffer = torch.empty(max(self.cold_bytes, 1 << 20), dtype=torch.uint8, device=self._device)
             while len(samples) < count:
                 # The launch queue holds about 1,000 entries: a longer batch would make the host wait inside it.
-                batch = min(count - len(samples), max(1, 256 // group))
+                batch = min(count - len(samples), max(1, 128 // group))
                 pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
-                torch.cuda._sleep(int(2000 * min(1000, 50 + 15 * (group + 2) * batch)))  # ~2,000 cycles a microsecond
+                # Long enough to enqueue the batch, by the last batch's host time; ~2,000 cycles are a microsecond.
+                torch.cuda._sleep(int(2000 * min(10_000.0, 50.0 + 1.2 * self._host_us * batch)))
+                enqueue = time.perf_counter()
                 for start, end in pairs:
                     if flush:
                         self._flush_buffer.zero_()
@@ -97,6 +100,7 @@ class CudaTimer:
                         launches[self._turn % len(launches)]()
                         self._turn += 1
                     end.record()
+                self._host_us = 1e6 * (time.perf_counter() - enqueue) / batch
                 self._wait_for(pairs[-1][1])
                 samples += [1000.0 * start.elapsed_time(end) / group for start, end in pairs]
         return samples

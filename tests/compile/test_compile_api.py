@@ -1,0 +1,54 @@
+"""tpf_jit.compile with the real compiler and cache, on a machine that needs no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpf_jit
+from tpf_jit import kernels
+from tpf_jit.errors import InvalidInput
+
+SHAPE = tpf_jit.TriangleAttentionShape(crop=384)
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    kernels.forget()
+    yield
+    kernels.forget()
+
+
+def test_one_shape_then_several(private_state: Path) -> None:
+    kernel = tpf_jit.compile(SHAPE)
+    assert kernel.resources["registers"] > 0 and kernel.resources["spill_bytes"] == 0
+    assert kernel.resources["hgmma"] > 0 and kernel.resources["utmaldg"] > 0
+    found = tpf_jit.explain(SHAPE)
+    assert found.state == "cached" and found.resources["registers"] == kernel.resources["registers"]
+    (entry,) = objects_of(private_state, kernel)
+    written = entry.stat().st_ino
+
+    several = tpf_jit.compile([SHAPE, tpf_jit.TriangleAttentionShape(crop=512), tpf_jit.TriangleAttentionShape(384, head_dim=64)])
+    assert several[0].spec == several[1].spec == kernel.spec, "one kernel serves every crop"
+    assert several[2].spec != kernel.spec
+    assert entry.stat().st_ino == written, "and is not compiled again"
+    assert objects_of(private_state, several[2])
+
+    code = (
+        "import sys, tpf_jit; shape = tpf_jit.TriangleAttentionShape(crop=640);"
+        "print(tpf_jit.explain(shape).state, 'cutlass' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cached", "False"], "another process finds it without the compiler"
+
+
+def objects_of(state: Path, kernel: tpf_jit.api.CompiledKernel) -> list[Path]:
+    return list((state / "objects").glob(f"{kernel.spec.key}.*"))
+
+
+def test_an_illegal_configuration_is_refused_before_the_compiler_starts() -> None:
+    with pytest.raises(InvalidInput, match="registers|shared memory|outside"):
+        tpf_jit.compile(SHAPE, config={"tile_n": 256, "consumer_warpgroups": 4})

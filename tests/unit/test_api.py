@@ -1,0 +1,359 @@
+"""The public functions, with a cache and compile workers that compile nothing; tests/compile has the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from emulation import EmulatedKernel
+
+import tpf_jit
+from tpf_jit import api, kernels
+from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, InvalidInput, NoKernel, ShapeUnsupported
+from tpf_jit.ops import routing
+from tpf_jit.ops import triangle_attention as ops
+from tpf_jit.shape import TriangleAttentionShape, preset
+from tpf_jit.templates.triangle_attention import reference
+from tpf_jit.templates.triangle_attention.config import ForwardConfig
+from tpf_jit.templates.triangle_attention.workload import relative_rms
+
+SHAPE = TriangleAttentionShape(384)
+FACTS = {"registers": 168, "spill_bytes": 0, "ptxas_notes": ["text"]}
+
+
+class FakeStore:
+    """An object store that "compiles" by remembering; `fail` names a part of the specs that do not compile."""
+
+    def __init__(self) -> None:
+        self.compiled, self.here, self.fail = [], set(), None
+
+    def get(self, spec):
+        return Path("somewhere") if spec in self.here else None
+
+    def ensure(self, spec, compile=None):
+        if self.fail and self.fail in str(spec):
+            raise CompileFailed(f"{spec}: ptxas says no")
+        self.compiled.append((spec, compile is not None))
+        if compile is not None:
+            compile(spec)
+        self.here.add(spec)
+        return Path("somewhere")
+
+    def resources(self, spec):
+        return FACTS if spec in self.here else {}
+
+
+class FakePool:
+    """A compile pool that records what it was asked for."""
+
+    opened: list = []
+
+    def __init__(self, workers=None) -> None:
+        self.workers, self.asked = workers or 2, []
+        FakePool.opened.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def submit(self, spec):
+        self.asked.append(spec)
+        future = Future()
+        future.set_result(None)
+        return future
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, private_state) -> FakeStore:
+    kernels.forget()
+    fake = FakeStore()
+    monkeypatch.setattr(kernels, "default_store", lambda: fake)
+    monkeypatch.setattr(api, "CompilePool", FakePool)
+    monkeypatch.setattr(FakePool, "opened", [])
+    monkeypatch.setattr(routing, "_warned", set())
+    ops._plans.clear()
+    yield fake
+    ops._plans.clear()
+    kernels.forget()
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> EmulatedKernel:
+    """This machine passes for one with a Hopper GPU; every kernel loads as the emulation."""
+    emulated = EmulatedKernel()
+    monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
+    monkeypatch.setattr(kernels, "function_of", lambda spec, store=None: kernels._functions.setdefault(spec, emulated))
+    return emulated
+
+
+def tensors(B=1, I=5, N=16, H=3, D=16, dtype=torch.bfloat16) -> list[torch.Tensor]:  # noqa: E741
+    torch.manual_seed(0)
+    qkv = [torch.randn(B, I, N, H, D, dtype=dtype).transpose(2, 3) for _ in range(3)]
+    return [*qkv, torch.randn(B, 1, H, N, N, dtype=dtype)]
+
+
+# is_supported and explain
+
+
+def test_public_names_are_these_functions() -> None:
+    for name in ("compile", "explain", "is_supported", "triangle_attention", "warmup"):
+        assert getattr(tpf_jit, name) is getattr(api, name)
+
+
+def test_nothing_is_supported_without_a_gpu() -> None:
+    for arguments in ((SHAPE,), tensors()):
+        supported, reason = api.is_supported(*arguments)
+        assert not supported and "cpu" in reason and "Hopper" in reason
+
+
+def test_is_supported_with_a_gpu(hopper) -> None:
+    assert api.is_supported(SHAPE) == (True, "a compiled kernel takes it")
+    assert api.is_supported(*tensors())[0]
+    assert api.is_supported(*(x[0] for x in tensors()))[0], "four dimensions"
+    supported, reason = api.is_supported(*(x.float() for x in tensors()))
+    assert not supported and "float32" in reason
+    q, k, v, bias = tensors()
+    supported, reason = api.is_supported(q, k, v, bias[..., :7])
+    assert not supported and reason.startswith("bias: got")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert api.is_supported(*(x.float() for x in tensors()))[0], "autocast makes bfloat16 of it"
+    assert hopper.calls == 0
+
+
+def test_is_supported_says_what_the_call_does(hopper) -> None:
+    """Each case once asked and once called: the kernel runs exactly when it was promised."""
+    q, k, v, bias = tensors(B=2)
+    mask = torch.ones(2, 5, 1, 1, 16, dtype=torch.bool)
+    cases = [
+        (q, k, v, bias, mask), (q, k, v, bias[:1]), (q, k, v, bias.expand(2, 5, 3, 16, 16)), (q, k, v, bias.half()),
+        (q.double(), k.double(), v.double(), bias), (q, k, v, bias.double()), (q[:, :0], k[:, :0], v[:, :0], bias),
+    ]  # fmt: skip
+    for case in cases:
+        before = hopper.calls
+        supported, reason = api.is_supported(*case)
+        if supported or case[0].numel() == 0:
+            api.triangle_attention(*case)
+        else:
+            with pytest.warns(FallbackWarning) as caught:
+                api.triangle_attention(*case)
+            assert reason in str(caught[0].message)
+        assert (hopper.calls > before) == supported, reason
+
+
+def test_is_supported_refuses_half_a_call() -> None:
+    q, k, *_ = tensors()
+    assert "v: got NoneType" in api.is_supported(q, k)[1]
+    with pytest.raises(InvalidInput, match="shape alone"):
+        api.explain(SHAPE, q)
+    with pytest.raises(InvalidInput, match="^q: got int"):
+        api.explain(384)
+
+
+def test_explain_without_a_gpu_shows_what_one_would_run() -> None:
+    found = api.explain(SHAPE)
+    assert (found.path, found.template, found.config_from, found.state) == (
+        "fallback", "triangle_attention_forward_sm90", "default", "not compiled",
+    )  # fmt: skip
+    text = str(found)
+    for part in (SHAPE.key(), "PyTorch", "would run", "tile_n=", "smem_bytes="):
+        assert part in text
+    assert found.config == vars(kernels.registry.get(found.template).default(SHAPE))
+    assert json.loads(json.dumps(found.to_dict()))["config"] == found.config
+
+
+def test_explain_of_tensors_is_that_of_their_shape(hopper) -> None:
+    q, k, v, bias = tensors()
+    mask = torch.ones(1, 5, 1, 1, 16, dtype=torch.bool)
+    assert api.explain(q, k, v, bias, mask) == api.explain(TriangleAttentionShape.from_tensors(q, k, v, bias, mask))
+    assert api.explain(q, k, v, bias).path == "kernel"
+
+
+def test_explain_of_what_no_kernel_could_take(hopper) -> None:
+    found = api.explain(*(x.double() for x in tensors()))
+    assert found.path == "fallback" and found.template is None and "float64" in str(found)
+
+
+def test_explain_follows_the_object(hopper, store) -> None:
+    assert api.explain(SHAPE).state == "not compiled"
+    kernel = api.compile(SHAPE)
+    assert (api.explain(SHAPE).state, api.explain(SHAPE).resources) == ("cached", FACTS)
+    kernel.function  # noqa: B018 - loads
+    found = api.explain(SHAPE)
+    assert found.state == "loaded" and "registers=168" in str(found) and "ptxas_notes" not in str(found)
+
+
+# compile
+
+
+def test_compile_gives_one_kernel_with_its_facts(store) -> None:
+    kernel = api.compile(SHAPE)
+    assert [spec for spec, _ in store.compiled] == [kernel.spec]
+    assert kernel.shape == SHAPE and kernel.config_from == "default" and kernel.spec.arch == "sm_90a"
+    assert kernel.config == kernels.registry.get(kernel.spec.template).default(SHAPE)
+    assert "triangle_attention_forward_sm90" in str(kernel) and "default" in repr(kernel)
+    api.compile(SHAPE)
+    assert len(store.compiled) == 1, "the second time it is there"
+
+
+def test_compile_of_several_shares_kernels_and_uses_workers(store) -> None:
+    shapes = [SHAPE, TriangleAttentionShape(512), TriangleAttentionShape(384, head_dim=16)]
+    compiled = api.compile(shapes, workers=3)
+    assert [kernel.shape for kernel in compiled] == shapes
+    assert {spec for spec, _ in store.compiled} == {kernel.spec for kernel in compiled}
+    assert len(store.compiled) == len({kernel.spec for kernel in compiled})
+    (pool,) = FakePool.opened
+    assert pool.workers == 3 and set(pool.asked) == {kernel.spec for kernel in compiled}
+
+
+def test_compile_takes_presets_keys_and_files(tmp_path) -> None:
+    assert [kernel.shape for kernel in api.compile("protenix")] == preset("protenix")
+    assert api.compile(SHAPE.key()).shape == SHAPE
+    path = tmp_path / "mine.json"
+    path.write_text('{"shapes": [{"crop": 64}]}', encoding="utf-8")
+    assert [kernel.shape.crop for kernel in api.compile(path)] == [64]
+    assert [kernel.shape for kernel in api.compile(["boltz2", SHAPE])] == [*preset("boltz2"), SHAPE]
+    with pytest.raises(InvalidInput, match="openfold3"):
+        api.compile("openfold9")
+    with pytest.raises(InvalidInput, match="^problem: got int"):
+        api.compile(384)
+
+
+def test_compile_with_an_explicit_configuration() -> None:
+    config = ForwardConfig(tile_n=64, consumer_warpgroups=2)
+    kernel = api.compile(SHAPE, config=config)
+    assert kernel.config == config and kernel.config_from == "explicit"
+    assert "given by the caller" in str(kernel)
+    same = api.compile(SHAPE, config={"tile_n": 64, "consumer_warpgroups": 2}, template="triangle_attention_forward_sm90")
+    assert same.spec == kernel.spec
+    with pytest.raises(InvalidInput, match="tile_k"):
+        api.compile(SHAPE, config={"tile_k": 64})
+    with pytest.raises(InvalidInput, match="tile_n"):
+        api.compile(SHAPE, config={"tile_n": 1024})
+
+
+def test_compile_with_residual_is_another_kernel() -> None:
+    assert dict(api.compile(SHAPE, residual=True).spec.variant)["residual"] is True
+    assert api.compile(SHAPE).spec != api.compile(SHAPE, residual=True).spec
+
+
+def test_compile_refuses_other_architectures() -> None:
+    with pytest.raises(NoKernel, match="sm_100a.*sm_90a"):
+        api.compile(SHAPE, arch="sm_100a")
+    assert api.compile(SHAPE, arch="sm_90a").spec.arch == "sm_90a"
+
+
+def test_compile_of_what_no_template_computes() -> None:
+    odd = TriangleAttentionShape(64, dtype="float16", bias_dtype="bfloat16")
+    with pytest.raises(ShapeUnsupported):
+        api.compile(odd)
+    with pytest.raises(ShapeUnsupported):
+        api.compile(odd, config={"tile_n": 64})
+
+
+def test_one_failure_does_not_waste_the_others(store) -> None:
+    store.fail = "tile_hdim=128"
+    shapes = [TriangleAttentionShape(384, head_dim=dim) for dim in (16, 128, 32)]
+    with pytest.raises(CompileFailed, match="ptxas says no"):
+        api.compile(shapes)
+    assert len(store.here) == 2
+
+
+# A compiled kernel's call
+
+
+def test_a_compiled_kernel_runs_itself(hopper) -> None:
+    q, k, v, bias = tensors(D=12)
+    mask = torch.rand(1, 5, 1, 1, 16) > 0.3
+    config = ForwardConfig(tile_n=64, consumer_warpgroups=1)
+    kernel = api.compile(TriangleAttentionShape.from_tensors(q, k, v, bias, mask), config=config)
+    out, lse = kernel(q, k, v, bias, mask)
+    ref_out, ref_lse = reference.attention(q, k, v, bias, mask)
+    assert hopper.calls == 1 and hopper.last["num_ctas"] == 132
+    assert relative_rms(out, ref_out) < 2.6e-3 and relative_rms(lse, ref_lse) < 1e-6
+    assert kernel(*tensors(D=16, N=24, I=2), mask=torch.ones(1, 1, 1, 1, 24), scale=0.5)[0].shape == (1, 2, 3, 24, 16)
+
+
+def test_a_compiled_kernel_refuses_what_it_was_not_compiled_for(hopper) -> None:
+    kernel = api.compile(TriangleAttentionShape.from_tensors(*tensors()))
+    for wrong in (tensors(D=64), tensors(dtype=torch.float16), tensors(dtype=torch.float32)):
+        with pytest.raises(InvalidInput, match="compiled for"):
+            kernel(*wrong)
+    with pytest.raises(InvalidInput, match="compiled for"):
+        kernel(*tensors(), mask=torch.ones(1, 1, 1, 1, 16))
+    with pytest.raises(InvalidInput, match="^bias"):
+        q, k, v, bias = tensors()
+        kernel(q, k, v, bias[..., :3])
+    assert hopper.calls == 0
+
+
+def test_a_compiled_kernel_needs_its_device() -> None:
+    with pytest.raises(NoKernel, match="sm_90a"):
+        api.compile(TriangleAttentionShape.from_tensors(*tensors()))(*tensors())
+
+
+# warmup and tune
+
+
+def test_warmup_without_a_gpu_warns_and_does_nothing(store) -> None:
+    with pytest.warns(FallbackWarning, match="Hopper"):
+        assert api.warmup("openfold3") == []
+    assert store.compiled == []
+
+
+@pytest.fixture
+def cuda_of_cpu(hopper, monkeypatch):
+    """What warmup needs of torch.cuda, on a CPU."""
+    import contextlib
+
+    monkeypatch.setattr(api, "_current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return hopper
+
+
+def test_warmup_launches_every_kernel_once(cuda_of_cpu, store) -> None:
+    shapes = [SHAPE, TriangleAttentionShape(512), TriangleAttentionShape(40, head_dim=24, mask="bool", bias_dtype="float32")]
+    warmed = api.warmup(shapes)
+    specs = {kernel.spec for kernel in warmed}
+    assert store.here == specs and cuda_of_cpu.calls == len(specs)
+    assert all(kernel.is_loaded for kernel in warmed)
+    assert cuda_of_cpu.last["q"].shape[0:3] == (1, 1, 1)
+    api.warmup(SHAPE, residual=True)
+    assert cuda_of_cpu.last["residual"] is not None
+
+
+def test_a_warm_kernel_is_the_one_calls_use(cuda_of_cpu, monkeypatch) -> None:
+    q, k, v, bias = tensors()
+    (kernel,) = api.warmup([TriangleAttentionShape.from_tensors(q, k, v, bias)])
+    before = cuda_of_cpu.calls
+    monkeypatch.setattr(kernels, "function_of", lambda spec, store=None: pytest.fail("a cold kernel"))
+    api.triangle_attention(q, k, v, bias)
+    assert cuda_of_cpu.calls == before + 1
+
+
+def test_warmup_in_capture_raises_before_anything_is_launched(cuda_of_cpu, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ColdKernelInCapture, match="before capturing"):
+        api.warmup(SHAPE)
+    assert cuda_of_cpu.calls == 0
+
+
+def test_tune_hands_every_shape_on_and_reloads(monkeypatch) -> None:
+    from tpf_jit import resolve
+
+    tune_package = importlib.import_module("tpf_jit.tune")
+    seen, reloaded = [], []
+    monkeypatch.setattr(tune_package, "tune", lambda shape, *a, **o: seen.append((shape, a, o)) or f"result {shape.crop}")
+    monkeypatch.setattr(resolve, "reload", lambda: reloaded.append("resolve"))
+    monkeypatch.setattr(kernels, "reload_choices", lambda: reloaded.append("kernels"))
+    assert api.tune(SHAPE, budget_s=3) == "result 384"
+    assert api.tune([SHAPE, TriangleAttentionShape(512)], "forward") == ["result 384", "result 512"]
+    assert seen[0] == (SHAPE, (), {"budget_s": 3}) and seen[1][1] == ("forward",)
+    assert reloaded == ["resolve", "kernels"] * 2

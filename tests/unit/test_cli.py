@@ -1,0 +1,407 @@
+"""The command line: exit codes, one-line errors, JSON that programs can read, and that the verbs do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tuning_samples import H200, kernel, trial
+
+import tpf_jit
+from tpf_jit import records
+from tpf_jit.cli import _output, _shapes, doctor
+from tpf_jit.cli import records as cli_records
+from tpf_jit.cli.app import app, run
+from tpf_jit.errors import InvalidInput
+from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.tuning_db import TuningStore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(private_state: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line in this process; gives (exit code, stdout, stderr)."""
+
+    def calling(*argv: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return calling
+
+
+@pytest.fixture
+def reading(call: Any) -> Any:
+    """Run a command line with --json and give the document."""
+
+    def read(*argv: str | Path, code: int = 0) -> Any:
+        found, out, err = call(*argv, "--json")
+        assert found == code, err
+        return json.loads(out)
+
+    return read
+
+
+@pytest.fixture
+def database(private_state: Path) -> Path:
+    """A user database with two problems: one finished, one where a configuration was wrong."""
+    path = private_state / "user.db"
+    small = TriangleAttentionShape(crop=256)
+    with TuningStore(path) as store:
+        store.put_kernel(kernel())
+        store.put_trials(
+            [
+                trial(us=120.0, grade="final"),
+                trial(us=100.0, grade="final", config={"tile_n": 64, "stages": 3, "crop": 0}),
+                trial(small, us=50.0),
+                trial(small, status="wrong", config={"tile_n": 32}, errors={"out": 0.5}, detail="out is off"),
+            ]
+        )
+    return path
+
+
+class TestErrors:
+    def test_a_failure_is_one_line_and_exit_code_1(self, call: Any) -> None:
+        code, out, err = call("explain", "384", "--head-dim", "200")
+        assert code == 1
+        assert out == ""
+        assert err.startswith("Error: head_dim: got 200")
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize("argv", [["no-such-verb"], ["explain"], ["explain", "384", "--no-such-option"], ["db", "nothing"]])
+    def test_a_wrong_command_line_is_exit_code_2(self, call: Any, argv: list[str]) -> None:
+        code, out, err = call(*argv)
+        assert code == 2
+        assert err.startswith("Error: ")
+        assert "Traceback" not in err
+
+    @pytest.mark.parametrize("target", ["no_such_preset", "triangle_attention/B1", "384,x"])
+    def test_targets_that_name_nothing(self, call: Any, target: str) -> None:
+        code, _, err = call("explain", target)
+        assert code == 1
+        assert err.startswith("Error: ")
+
+    def test_an_interrupt_is_exit_code_130(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(doctor, "examine", interrupted)
+        assert call("doctor")[0] == 130
+
+    def test_a_bug_keeps_its_traceback(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(["doctor"])
+
+    def test_a_reader_that_leaves_early_is_no_error(self) -> None:
+        command = f"{sys.executable} -m tpf_jit.cli explain openfold3 boltz2 protenix chai1 | head -n 1"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "BrokenPipe" not in done.stderr
+        assert len(done.stdout.splitlines()) == 1
+
+    def test_module_and_function_agree(self) -> None:
+        done = subprocess.run([sys.executable, "-m", "tpf_jit.cli", "--version"], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, f"tpf-jit {tpf_jit.__version__}")
+
+
+def test_every_command_answers_help(call: Any) -> None:
+    groups = typer.main.get_command(app).commands
+    for name, command in groups.items():
+        for words in [[name], *([name, child] for child in getattr(command, "commands", ()))]:
+            code, out, err = call(*words, "--help")
+            assert code == 0, err
+            assert "Usage: tpf-jit" in out
+
+
+class TestShapes:
+    def test_crops_take_the_options(self) -> None:
+        found = _shapes.shapes(["384,640", "128"], "16,32", heads=8)
+        assert [(shape.crop, shape.head_dim) for shape in found] == [
+            (384, 16), (640, 16), (384, 32), (640, 32), (128, 16), (128, 32)
+        ]  # fmt: skip
+        assert {shape.heads for shape in found} == {8}
+
+    def test_keys_presets_and_repeats(self) -> None:
+        key = TriangleAttentionShape(crop=77, mask="bool").key()
+        found = _shapes.shapes([key, "openfold3", key, "openfold3"])
+        assert found == [TriangleAttentionShape.parse(key), *tpf_jit.preset("openfold3")]
+
+    def test_what_is_no_number_is_named(self) -> None:
+        with pytest.raises(InvalidInput, match="--head-dim: got '32;64'"):
+            _shapes.shapes(["384"], "32;64")
+
+    def test_short_names_what_is_unusual(self) -> None:
+        plain = TriangleAttentionShape(crop=384)
+        assert _shapes.short(plain) == "N=384 H=4 D=32 bf16"
+        odd = TriangleAttentionShape(crop=384, rows=3, batch=2, bias_dtype="float32", mask="bool")
+        assert _shapes.short(odd) == "B=2 N=384 I=3 H=4 D=32 bf16 bias float32 bool mask"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""), (True, "yes"), (False, "no"), (384, "384"), (1234.5, "1234"), (12.345, "12.3"), (1.2345, "1.23"),
+        (0.12345, "0.123"), (0.00166, "1.66e-03"), (0.0, "0"), (float("inf"), "inf"), (float("nan"), "nan"),
+        ({"tile_n": 64, "mask": False}, "tile_n=64 mask=no"),
+    ],
+)  # fmt: skip
+def test_cells_read_as_people_read(value: Any, text: str) -> None:
+    assert _output.cell(value) == text
+
+
+class TestDoctor:
+    def test_a_healthy_machine(self, reading: Any) -> None:
+        report = reading("doctor")
+        assert report["healthy"] is True
+        states = {finding["what"]: finding["state"] for finding in report["findings"]}
+        assert states["Python"] == "ok"
+        assert states["kernels"] == "ok"
+        assert states["object cache"] == "ok"
+        assert "wrong" not in states.values()
+
+    def test_the_report_for_people_has_every_finding(self, call: Any) -> None:
+        code, out, _ = call("doctor")
+        assert code == 0
+        assert all(finding.what in out for finding in doctor.examine())
+
+    def test_a_missing_package_is_named_with_its_remedy(self, reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = doctor.metadata.version
+
+        def version(name: str) -> str:
+            if name == "nvidia-cutlass-dsl":
+                raise doctor.metadata.PackageNotFoundError(name)
+            return "3.99" if name == "sqlite-utils" else real(name)
+
+        monkeypatch.setattr(doctor.metadata, "version", version)
+        report = reading("doctor", code=1)
+        found = {finding["what"]: finding for finding in report["findings"]}
+        assert report["healthy"] is False
+        assert found["nvidia-cutlass-dsl"]["state"] == "wrong"
+        assert found["nvidia-cutlass-dsl"]["remedy"] == 'pip install "nvidia-cutlass-dsl>=4.8,<4.9"'
+        assert found["sqlite-utils"]["state"] == "wrong", "too old"
+
+    def test_a_cache_that_others_may_write_is_wrong(self, reading: Any, private_state: Path) -> None:
+        folder = private_state / "objects"
+        folder.mkdir()
+        folder.chmod(0o777)
+        report = reading("doctor", code=1)
+        (finding,) = [finding for finding in report["findings"] if finding["what"] == "object cache"]
+        assert finding["state"] == "wrong"
+        assert "TPF_JIT_CACHE" in finding["remedy"]
+
+    def test_a_check_that_breaks_is_a_finding(self, reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> None:
+            raise OSError("disk on fire")
+
+        monkeypatch.setattr("tpf_jit.device.current_device", broken)
+        report = reading("doctor", code=1)
+        (finding,) = [finding for finding in report["findings"] if finding["what"] == "GPU"]
+        assert "disk on fire" in finding["found"]
+
+    @pytest.mark.parametrize(
+        ("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.1.15.post2", (0, 1, 15)), ("5.0.0rc1", (5, 0))]
+    )
+    def test_versions(self, text: str, numbers: tuple[int, ...]) -> None:
+        assert doctor._release(text) == numbers
+
+
+class TestKernels:
+    def test_explain_as_json(self, reading: Any) -> None:
+        (found,) = reading("explain", "384")
+        shape = TriangleAttentionShape(crop=384)
+        assert found["shape"] == shape.key()
+        assert found["config"] == tpf_jit.explain(shape).config
+        assert found["path"] in ("kernel", "fallback")
+
+    def test_explain_for_people(self, call: Any) -> None:
+        code, out, _ = call("explain", "384,640")
+        assert code == 0
+        assert out.count("\n  kernel ") == 2
+
+    @pytest.mark.parametrize(
+        ("text", "config"),
+        [(None, None), ("tile_n=96, crop=0", {"tile_n": 96, "crop": 0}), ("a=true,b=no,c=-1", {"a": True, "b": "no", "c": -1})],
+    )
+    def test_configurations_are_read_with_their_types(self, text: str | None, config: Any) -> None:
+        from tpf_jit.cli.kernels import _config
+
+        assert _config(text) == config
+
+    def test_an_illegal_configuration_is_refused(self, call: Any) -> None:
+        code, _, err = call("compile", "384", "--config", "no_such_field=3")
+        assert code == 1
+        assert "no_such_field" in err
+
+    def test_tuning_without_a_gpu_says_what_to_do(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tpf_jit.device.current_device", lambda index=None: None)
+        code, _, err = call("tune", "384")
+        assert code == 1
+        assert err.startswith("Error: ")
+        assert "tpf-jit db import" in err
+
+
+class TestDatabase:
+    def test_list(self, call: Any, reading: Any, database: Path) -> None:
+        found = reading("db", "list", "--no-shipped")
+        assert [(row["us"], row["grade"]) for row in found] == [(50.0, "search"), (100.0, "final")]
+        assert found[1]["config"] == {"tile_n": 64, "stages": 3, "crop": 0}
+        assert {row["layer"] for row in found} == {str(database)}
+        _, out, _ = call("db", "list", "--no-shipped")
+        assert "tile_n=64" in out
+        assert reading("db", "list", "--no-shipped", "--device", "h100") == []
+
+    def test_show(self, call: Any, reading: Any, database: Path) -> None:
+        assert len(reading("db", "show", "triangle_attention")) == 4
+        found = reading("db", "show", "N256")
+        assert [row["status"] for row in found] == ["ok", "wrong"]
+        assert found[0]["id"] == trial(TriangleAttentionShape(crop=256), us=50.0).id
+        assert [row["status"] for row in reading("db", "show", "N256", "--status", "wrong")] == ["wrong"]
+        assert len(reading("db", "show", "triangle_attention", "--limit", "1")) == 1
+        assert reading("db", "show", "N256", "--device", "H100") == []
+        code, out, _ = call("db", "show", "N256")
+        assert (code, "out is off" in out) == (0, True)
+
+    def test_export_and_import(self, call: Any, reading: Any, database: Path, tmp_path: Path) -> None:
+        text, other = tmp_path / "rows.jsonl", tmp_path / "other.db"
+        assert call("db", "export", text)[0] == 0
+        code, _, err = call("db", "import", text, "--db", other)
+        assert (code, err.strip()) == (0, "added: trials=4 kernels=1")
+        assert "trials=0" in call("db", "import", text, "--db", other)[2], "importing again adds nothing"
+        ours, theirs = (reading("db", "list", "--no-shipped", "--db", path) for path in (database, other))
+        assert [row["trial_id"] for row in ours] == [row["trial_id"] for row in theirs]
+
+    def test_merge(self, call: Any, reading: Any, database: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other.db"
+        with TuningStore(other) as store:
+            store.put_trial(trial(TriangleAttentionShape(crop=640), us=300.0))
+        code, _, err = call("db", "merge", other)
+        assert (code, err.strip()) == (0, "added: trials=1 kernels=0")
+        assert len(reading("db", "list", "--no-shipped")) == 3
+
+    def test_verify(self, call: Any, reading: Any, database: Path) -> None:
+        assert reading("db", "verify") == {"problems": []}
+        with closing(sqlite3.connect(database)) as connection:
+            # Whatever protects the table from its own library does not protect it from a stranger.
+            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+                connection.execute(f"DROP TRIGGER {name}")
+            connection.execute("UPDATE trial SET median_us = 1.0 WHERE status = 'ok'")
+            connection.commit()
+        assert reading("db", "verify", code=1)["problems"]
+        code, out, _ = call("db", "verify")
+        assert code == 1
+        assert "problems" in out
+
+    @pytest.mark.parametrize("words", ["show x", "export x.jsonl", "verify", "merge missing.db", "import missing.jsonl"])
+    def test_a_missing_file_is_one_line(self, call: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        code, _, err = call("db", *words.split())
+        assert code == 1
+        assert err.startswith("Error: ")
+        assert err.count("\n") == 1
+
+
+class TestRecords:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """One record that is current with this tree, and one that is stale."""
+        place = tmp_path / "records"
+        place.mkdir()
+        current = records.source_hashes()
+        row = {"op": "triangle_attention", "pass": "forward", "impl": "tpf_jit", "N": 384, "ms": 0.125}
+        for day, hashes in (("02", current), ("01", dict.fromkeys(current, "0" * 64))):
+            record = {
+                "kind": "bench.attention",
+                "date": f"2026-12-{day}T10:20:30Z",
+                "command": "tpf-jit bench attention",
+                "device": {"name": "Test GPU"},
+                "versions": {"tpf_jit": "0.1.0", "torch": "2.13.0", "python": "3.11"},
+                "method": {"timer": "invented for a test"},
+                "source_hash": hashes,
+                "rows": [row],
+            }
+            records.write(record, place)
+        return place
+
+    def test_list_and_show(self, call: Any, reading: Any, folder: Path) -> None:
+        listed = reading("records", "list", "--folder", folder)
+        assert [record["date"][:10] for record in listed] == ["2026-12-01", "2026-12-02"]
+        shown = reading("records", "show", listed[0]["name"], "--folder", folder)
+        assert shown["rows"][0]["ms"] == 0.125
+        code, out, _ = call("records", "show", "20261201", "--folder", folder)
+        assert (code, "Test GPU" in out) == (0, True)
+        assert call("records", "show", "nothing", "--folder", folder)[0] == 1
+
+    def test_check_tells_current_from_stale(self, reading: Any, call: Any, folder: Path) -> None:
+        verdicts = reading("records", "check", "--folder", folder, code=1)
+        assert [verdict["state"] for verdict in verdicts] == ["stale", "current"]
+        next(folder.glob("*20261201*")).unlink()
+        assert call("records", "check", "--folder", folder)[0] == 0
+
+    def test_table_has_current_records_only(self, call: Any, folder: Path) -> None:
+        code, out, _ = call("records", "table", "--folder", folder)
+        assert code == 0
+        assert "0.125" in out
+        assert "2026-12-02" in out
+        assert "2026-12-01" not in out
+
+    def test_update_writes_between_the_markers(self, call: Any, folder: Path, tmp_path: Path) -> None:
+        document = tmp_path / "README.md"
+        document.write_text(f"before\n{cli_records.BEGIN}\nold\n{cli_records.END}\nafter\n", encoding="utf-8")
+        assert call("records", "table", "--folder", folder, "--update", document)[0] == 0
+        text = document.read_text(encoding="utf-8")
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert "old" not in text
+        assert cli_records.marked(text) == call("records", "table", "--folder", folder)[1].strip()
+        again = call("records", "table", "--folder", folder, "--update", document)
+        assert (again[0], "unchanged" in again[2]) == (0, True)
+        document.write_text("no markers", encoding="utf-8")
+        assert call("records", "table", "--folder", folder, "--update", document)[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore::tpf_jit.errors.FallbackWarning")
+class TestBench:
+    QUICK = ("--crops", "24", "--device", "cpu", "--rounds", "2", "--samples", "2", "--impls", "tpf_jit,torch")
+
+    def test_attention_makes_a_valid_record(self, reading: Any, tmp_path: Path) -> None:
+        record = reading("bench", "attention", *self.QUICK, "--out", tmp_path)
+        assert records.validate(record) == []
+        assert [row["impl"] for row in record["rows"]] == ["tpf_jit", "torch"]
+        assert [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")] == [record]
+
+    def test_attention_for_people(self, call: Any) -> None:
+        code, out, _ = call("bench", "attention", *self.QUICK)
+        assert code == 0
+        assert "N=24" in out
+
+    def test_an_unknown_implementation(self, call: Any) -> None:
+        code, _, err = call("bench", "attention", "--crops", "24", "--device", "cpu", "--impls", "abacus")
+        assert code == 1
+        assert "abacus" in err
+
+    def test_latency(self, reading: Any) -> None:
+        record = reading("bench", "latency", "--crop", "24", "--device", "cpu", "--repeats", "1", "--no-cold")
+        assert records.validate(record) == []
+        (first,) = [row for row in record["rows"] if row["what"] == "first result"]
+        assert first["compiler_imported"] is False
+
+
+def test_output_to_a_file_is_not_cut(tmp_path: Path, database: Path) -> None:
+    """In a file or a log there is no terminal to be as narrow as."""
+    environment = {**os.environ, "TPF_JIT_DB": str(database), "COLUMNS": "40"}
+    command = [sys.executable, "-m", "tpf_jit.cli", "db", "list", "--no-shipped"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert trial().cell in done.stdout
+    assert H200.name in done.stdout

@@ -1,0 +1,300 @@
+"""The public functions: compile, explain, is_supported, tune, warmup, and the operator itself.
+
+Thin: every answer comes from `ops` (what a call would do), `kernels` (which kernel, compiled and loaded) and `resolve` (which
+configuration, and why). Nothing here is needed for an ordinary call of the operator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpf_jit import kernels
+from tpf_jit.compiler import KernelSpec
+from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
+from tpf_jit.explanation import Explanation, explain_kernel
+from tpf_jit.ops import routing
+from tpf_jit.ops.triangle_attention import inspect_call, run_kernel, triangle_attention
+from tpf_jit.pool import CompilePool
+from tpf_jit.shape import TriangleAttentionShape, preset
+from tpf_jit.templates import registry
+from tpf_jit.templates.base import config_from_dict
+
+__all__ = ["CompiledKernel", "Explanation", "compile", "explain", "is_supported", "triangle_attention", "tune", "warmup"]
+
+DEFAULT_ARCH = "sm_90a"
+TAKEN = "a compiled kernel takes it"
+
+
+class CompiledKernel:
+    """One compiled kernel: what it is, where its configuration came from, what it uses, and a call.
+
+    Attributes:
+        kernel: the underlying `kernels.Kernel`.
+        spec, shape, config, config_from, note, resources, function: those of the kernel. `function` is the raw launch function
+            with the calling convention of `templates.triangle_attention.layout`.
+    """
+
+    def __init__(self, kernel: kernels.Kernel) -> None:
+        self.kernel = kernel
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kernel":
+            raise AttributeError(name)
+        return getattr(self.kernel, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Launch exactly this kernel, whatever the dispatcher would choose; no autograd and no PyTorch path.
+
+        A triangle-attention forward takes `(q, k, v, bias, mask=None, scale=None)` as `triangle_attention` does, all
+        five-dimensional, and returns the output like q and the natural-log LSE `(B, I, H, N)` fp32. Any crop, rows, heads and
+        batch will do, unless the configuration fixes the crop; dtypes, head-dim tile and presence of a mask must be the kernel's.
+        Kernels of other families take the arguments of their own calling convention.
+
+        Raises:
+            InvalidInput: the tensors do not fit together, or are not what this kernel was compiled for.
+            NoKernel: the tensors are not on a device that the kernel runs on.
+        """
+        if self.kernel.template.family == routing.FORWARD:
+            return run_kernel(self.kernel, *arguments, **options)
+        return self.kernel.function(*arguments, **options)
+
+    def __repr__(self) -> str:
+        return repr(self.kernel)
+
+    def __str__(self) -> str:
+        return str(explain_kernel(self.kernel, "kernel", "compiled for this shape"))
+
+
+def is_supported(
+    q: Tensor | TriangleAttentionShape,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[bool, str]:
+    """Whether a compiled kernel takes a call (its tensors) or a shape (on the current device), and why or why not.
+
+    From metadata only: nothing is compiled, and False never means an error, as `triangle_attention` takes its PyTorch path
+    then; except that tensors which do not fit together give False with the message that a call would raise.
+    """
+    try:
+        reason, _ = _inspect(q, k, v, bias, mask)
+    except InvalidInput as error:
+        return False, str(error)
+    return reason is None, reason or TAKEN
+
+
+def explain(
+    q: Tensor | TriangleAttentionShape,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Explanation:
+    """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
+
+    Where no kernel can run here, the explanation still shows the one that the default architecture would run.
+
+    Raises:
+        InvalidInput: tensors that do not fit together.
+    """
+    reason, shape = _inspect(q, k, v, bias, mask)
+    if shape is None:
+        return Explanation(f"q {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
+    try:
+        kernel = kernels.get_kernel(f"{shape.op}/forward", shape)
+    except (NoKernel, ShapeUnsupported) as error:
+        return Explanation(shape.key(), "fallback", reason or str(error))
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN)
+
+
+def compile(
+    problem: Any,
+    arch: str | None = None,
+    template: str | None = None,
+    config: Any = None,
+    residual: bool = False,
+    workers: int | None = None,
+) -> CompiledKernel | list[CompiledKernel]:
+    """Compile the kernel of a shape, or of every shape of a list or preset, with or without a GPU.
+
+    Args:
+        problem: a shape (also as its key), an iterable of shapes, a preset's name or the path of a preset file.
+        arch: the target, "sm_90a"; that of the current device when left out, or "sm_90a" where it has none.
+        template: use this template in place of the dispatcher's choice.
+        config: a configuration of that template (or of the first that serves the shape), as its dataclass or as a dict.
+        residual: the variant that also writes the output's rounding residual.
+        workers: compile processes for several kernels; one per usable CPU when left out.
+
+    Returns:
+        One `CompiledKernel` for a shape, otherwise a list in the order of the shapes. Nothing is loaded yet.
+
+    Raises:
+        InvalidInput: no such preset, shape or configuration.
+        ShapeUnsupported: no template computes the shape.
+        NoKernel: no template exists for the architecture, or the compiler is not installed.
+        CompileFailed: with the compiler's log; what else was asked for is compiled and kept.
+        CacheUntrusted: others may write to the object cache.
+    """
+    shapes, single = _shapes(problem)
+    chosen = [_choose(shape, _target(arch), template, config, residual) for shape in shapes]
+    _build({kernel.spec for kernel in chosen}, workers)
+    compiled = [CompiledKernel(kernel) for kernel in chosen]
+    return compiled[0] if single else compiled
+
+
+def warmup(problem: Any, residual: bool = False, workers: int | None = None) -> list[CompiledKernel]:
+    """Compile, load and once launch the kernels of all shapes, so that training and graph capture meet none that is cold.
+
+    Args:
+        problem: as for `compile`; warms what `triangle_attention` will use for these shapes on the current device.
+        residual: the variant that also writes the output's rounding residual.
+        workers: compile processes.
+
+    Returns:
+        The kernels. Where the current device runs none, a FallbackWarning says why, and the list is empty.
+
+    Raises:
+        ColdKernelInCapture: a CUDA graph is being captured.
+        As `compile`.
+    """
+    shapes, _ = _shapes(problem)
+    device = _current_device()
+    here = routing.hardware(device)
+    if here.arch is None:
+        routing.warn_once(here.reason)
+        return []
+    chosen = [_choose(shape, here.arch, None, None, residual) for shape in shapes]
+    if torch.cuda.is_current_stream_capturing():
+        raise ColdKernelInCapture("warmup launches kernels, and the current stream is being captured; call it before capturing")
+    _build({kernel.spec for kernel in chosen if not kernel.is_loaded}, workers)
+    for kernel in {kernel.spec: kernel for kernel in chosen}.values():
+        _launch_once(kernel, device, residual)
+    torch.cuda.synchronize(device)
+    return [CompiledKernel(kernel) for kernel in chosen]
+
+
+def tune(problem: Any, *arguments: Any, **options: Any) -> Any:
+    """Measure configurations for a shape (a list or preset: for each) on this GPU and keep the evidence.
+
+    Arguments are those of `tpf_jit.tune.tune`; calls made afterwards in this process use what was found.
+
+    Returns:
+        The result of the sweep, or a list of results.
+    """
+    from tpf_jit import resolve
+    from tpf_jit.tune import tune as sweep
+
+    shapes, single = _shapes(problem)
+    results = [sweep(shape, *arguments, **options) for shape in shapes]
+    resolve.reload()
+    kernels.reload_choices()
+    return results[0] if single else results
+
+
+def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> tuple[str | None, Any]:
+    if isinstance(q, Tensor):
+        return inspect_call(q, k, v, bias, mask)
+    if not _is_shape(q) or k is not None or v is not None or bias is not None or mask is not None:
+        raise InvalidInput.of("q", type(q).__name__, "a shape alone, or the tensors q, k, v, bias and perhaps mask")
+    device = _current_device()
+    return routing.hardware(device).reason or routing.unsupported(q, device), q
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _is_shape(item: Any) -> bool:
+    return hasattr(item, "op") and hasattr(item, "key")
+
+
+def _shapes(problem: Any) -> tuple[list[Any], bool]:
+    """The shapes of a problem, and whether it was a single one."""
+    if _is_shape(problem):
+        return [problem], True
+    if isinstance(problem, str) and problem.startswith(f"{TriangleAttentionShape.op}/"):
+        return [TriangleAttentionShape.parse(problem)], True
+    if isinstance(problem, (str, os.PathLike)):
+        return preset(problem), False
+    if isinstance(problem, Iterable) and not isinstance(problem, (Mapping, Tensor)):
+        return [shape for item in problem for shape in _shapes(item)[0]], False
+    raise InvalidInput.of("problem", type(problem).__name__, "a shape, its key, a preset's name, or an iterable of these")
+
+
+def _target(arch: str | None) -> str:
+    return arch or routing.hardware(_current_device()).arch or DEFAULT_ARCH
+
+
+def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> kernels.Kernel:
+    """The kernel for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
+    family = registry.get(template).family if template else f"{shape.op}/forward"
+    op, _, direction = family.partition("/")
+    if not registry.templates(op, direction, arch):
+        known = ", ".join(sorted({other.arch for other in registry.templates(op, direction)})) or "none"
+        raise NoKernel(f"no template of {family} targets {arch}; there are templates for: {known}")
+    flags = routing.FLAGS[residual]
+    owner = registry.get(template) if template else _first_that_serves(shape, op, direction, arch)
+    if config is None:
+        kernel = kernels.get_kernel(template or family, shape, flags)
+    else:
+        if isinstance(config, Mapping):
+            try:
+                config = config_from_dict(owner.Config, config)
+            except ValueError as error:
+                raise InvalidInput.of("config", str(error), f"the fields of {owner.Config.__qualname__}") from error
+        kernel = kernels.get_kernel(owner.name, shape, flags, config)
+    if kernel.spec.arch != arch:
+        raise NoKernel(f"{kernel.spec.template} targets {kernel.spec.arch}, not {arch}")
+    return kernel
+
+
+def _first_that_serves(shape: Any, op: str, direction: str, arch: str) -> Any:
+    reasons = []
+    for template in registry.templates(op, direction, arch):
+        served, reason = template.supports(shape)
+        if served:
+            return template
+        reasons.append(f"{template.name}: {reason}")
+    raise ShapeUnsupported(f"no template computes {shape.key()}: {'; '.join(reasons)}")
+
+
+def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
+    """Compile what the cache lacks: one kernel in this process, several in worker processes."""
+    store = kernels.default_store()
+    missing = [spec for spec in specs if store.get(spec) is None]
+    if len(missing) <= 1:
+        for spec in missing:
+            store.ensure(spec)
+        return
+    failures = []
+    with CompilePool(workers) as pool, ThreadPoolExecutor(pool.workers) as threads:
+        jobs = [threads.submit(store.ensure, spec, lambda spec: pool.submit(spec).result()) for spec in missing]
+        for job in jobs:
+            error = job.exception()
+            if isinstance(error, CompileFailed):
+                failures.append(error)
+            elif error is not None:
+                raise error
+    if failures:
+        raise failures[0]
+
+
+def _launch_once(kernel: kernels.Kernel, device: torch.device, residual: bool) -> None:
+    """Load a kernel and launch it on a small problem, as the driver loads code lazily, at the first launch."""
+    shape = kernel.shape
+    if isinstance(shape, TriangleAttentionShape):
+        crop = shape.crop if getattr(kernel.config, "crop", 0) else min(shape.crop, 64)
+        shape = replace(shape, batch=1, rows=1, heads=1, crop=crop)
+    with torch.cuda.device(device):
+        workload = kernel.template.workload(shape, device)
+        if residual:
+            workload.residual = True
+        workload.prepare(kernel.function, workload.make_inputs(0))()

@@ -1,0 +1,30 @@
+"""Benches: tpf_jit beside its peers on one GPU, as records (`tpf_jit.records` keeps them; format in docs).
+
+    attention.py   triangle attention, forward and backward, interleaved with every peer that is installed
+    latency.py     overhead of a call, and time from import to the first result in a new process
+    environment.py the device, its clock, and the head of a record
+    peers.py       who is measured, and how each is called
+
+Every function returns the record as a plain dict and writes nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_EXPORTS = {"BenchSettings": "attention", "bench_attention": "attention", "bench_latency": "latency", "peers": "peers"}
+
+__all__ = ["BenchSettings", "bench_attention", "bench_latency"]
+
+if TYPE_CHECKING:
+    from .attention import BenchSettings, bench_attention
+    from .latency import bench_latency
+
+
+def __getattr__(name: str):
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    loaded = import_module(f".{module}", __name__)
+    return loaded if name == module else getattr(loaded, name)

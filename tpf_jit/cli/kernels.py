@@ -1,0 +1,176 @@
+"""The verbs about kernels: compile, explain, tune, and the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpf_jit.cli import _shapes
+from tpf_jit.cli._output import Json, cell, print_json, print_table, say
+from tpf_jit.cli._shapes import Batch, BiasDtype, Dtype, HeadDim, Heads, Mask, Rows, Targets
+
+Jobs = Annotated[int | None, typer.Option("--jobs", help="Compile processes; by the number of cores if left out.")]
+
+
+def compile_kernels(
+    targets: Targets,
+    heads: Heads = 4,
+    head_dim: HeadDim = "32",
+    rows: Rows = None,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    bias_dtype: BiasDtype = None,
+    mask: Mask = "none",
+    arch: Annotated[str | None, typer.Option("--arch", help="Target, such as sm_90a; this GPU's if left out.")] = None,
+    template: Annotated[str | None, typer.Option("--template", help="This template instead of the dispatcher's choice.")] = None,
+    config: Annotated[str | None, typer.Option("--config", help="A configuration: name=value,name=value.")] = None,
+    residual: Annotated[bool, typer.Option("--residual", help="The variant that also writes the rounding residual.")] = False,
+    jobs: Jobs = None,
+    json: Json = False,
+) -> None:
+    """Compile the kernels of the targets into the object cache, with or without a GPU, and show their resources."""
+    import tpf_jit
+
+    shapes = _shapes.shapes(
+        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
+    )
+    compiled = tpf_jit.compile(shapes, arch, template, _config(config), residual, jobs)
+    # Several problems usually share one kernel.
+    serves: dict[Any, list[Any]] = {}
+    for kernel in compiled:
+        serves.setdefault(kernel.spec, []).append(kernel)
+    if json:
+        print_json([_kernel_json(kernels) for kernels in serves.values()])
+        return
+    columns = ("kernel", "configuration", "from", "registers", "shared", "spilled", "wgmma", "TMA", "serves")
+    print_table("compiled kernels", columns, [_kernel_row(kernels) for kernels in serves.values()])
+
+
+def _kernel_json(kernels: list[Any]) -> dict[str, Any]:
+    first = kernels[0]
+    return {
+        "key": first.spec.key,
+        "template": first.spec.template,
+        "arch": first.spec.arch,
+        "variant": dict(first.spec.variant),
+        "config": dict(first.spec.config),
+        "resources": first.resources,
+        "serves": [{"shape": kernel.shape.key(), "config_from": kernel.config_from, "note": kernel.note} for kernel in kernels],
+    }
+
+
+def _kernel_row(kernels: list[Any]) -> tuple[Any, ...]:
+    first = kernels[0]
+    facts = first.resources
+    loads = None if facts.get("utmaldg") is None else f"{facts['utmaldg']}+{facts.get('utmastg', 0)}"
+    sources = ", ".join(dict.fromkeys(kernel.config_from for kernel in kernels))
+    numbers = (facts.get("registers"), facts.get("smem_bytes"), facts.get("spill_bytes"), facts.get("hgmma"), loads)
+    shapes = "\n".join(_shapes.short(kernel.shape) for kernel in kernels)
+    return (f"{first.spec.template}\n{cell(dict(first.spec.variant))}", cell(dict(first.spec.config)), sources, *numbers, shapes)
+
+
+def _config(text: str | None) -> dict[str, Any] | None:
+    from tpf_jit.errors import InvalidInput
+
+    if text is None:
+        return None
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not (name and equals and value):
+            raise InvalidInput.of("--config", repr(part), "name=value,name=value")
+        words: dict[str, Any] = {"true": True, "false": False}
+        number = value.lstrip("-")
+        values[name] = int(value) if number.isdecimal() else words.get(value.lower(), value)
+    return values
+
+
+def explain(
+    targets: Targets,
+    heads: Heads = 4,
+    head_dim: HeadDim = "32",
+    rows: Rows = None,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    bias_dtype: BiasDtype = None,
+    mask: Mask = "none",
+    json: Json = False,
+) -> None:
+    """Which path and kernel a call of these shapes gets, and why. Compiles nothing."""
+    import tpf_jit
+
+    shapes = _shapes.shapes(
+        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
+    )
+    found = [tpf_jit.explain(shape) for shape in shapes]
+    if json:
+        print_json([explanation.to_dict() for explanation in found])
+    else:
+        print("\n\n".join(str(explanation) for explanation in found))
+
+
+def tune(
+    targets: Targets,
+    heads: Heads = 4,
+    head_dim: HeadDim = "32",
+    rows: Rows = None,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    bias_dtype: BiasDtype = None,
+    mask: Mask = "none",
+    direction: Annotated[str, typer.Option("--direction", help="forward or backward.")] = "forward",
+    budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem.")] = None,
+    trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem, at most.")] = None,
+    template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
+    device: Annotated[int | None, typer.Option("--device", help="CUDA device index.")] = None,
+    jobs: Jobs = None,
+    db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure configurations on this GPU and keep the evidence. Goes on where an earlier run stopped."""
+    import tpf_jit
+    from tpf_jit.tune import TuneOptions
+
+    shapes = _shapes.shapes(
+        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
+    )
+    options = TuneOptions(template=template, workers=jobs, retry_failed=retry_failed)
+    results = []
+    for number, shape in enumerate(shapes, 1):
+        if len(shapes) > 1 and not json:
+            say(f"[{number}/{len(shapes)}] {shape.key()}")
+        result = tpf_jit.tune(shape, direction, budget, trials, store=db, device=device, options=options)
+        results.append(result)
+        if not json:
+            print(f"{result}\n")
+        if result.interrupted:
+            break
+    if json:
+        print_json([result.to_dict() for result in results])
+    if results and results[-1].interrupted:
+        say("interrupted; the same command goes on from here")
+        raise typer.Exit(130)
+
+
+def demo(
+    crop: Annotated[int, typer.Option("--crop", help="Crop of the call that is tuned and compared on a GPU.")] = 384,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds of tuning on a GPU.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Show what tpf_jit does on this machine: tune and compare on a Hopper GPU, else compile for one and check the CPU path."""
+    from tpf_jit import demo as job
+
+    parts = []
+    for part in job.run(crop, budget, say):
+        parts.append(part)
+        if not json:
+            print_table(part.title, part.columns, part.rows, part.note)
+    if json:
+        print_json([part.to_dict() for part in parts])
+    failed = [part.title for part in parts if not part.passed]
+    if failed:
+        say(f"Error: not as it should be: {', '.join(failed)}")
+        raise typer.Exit(1)

@@ -1,0 +1,102 @@
+"""What a call does, and why: the answer of `tpf_jit.explain`, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpf_jit import kernels
+from tpf_jit.errors import CacheUntrusted, NoKernel
+from tpf_jit.resolve import default_dispatcher
+from tpf_jit.templates.base import config_to_dict
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of a shape does, and why. `str()` is for people, `to_dict()` for programs."""
+
+    shape: str
+    """Key of the problem as the kernel sees it, or a description of the tensors where no kernel could take them."""
+    path: str
+    """"kernel" or "fallback" (the PyTorch path)."""
+    reason: str
+    """Why that path."""
+    template: str | None = None
+    arch: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_from: str | None = None
+    """"tuned", "nearest", "sibling", "default" or "explicit"."""
+    note: str = ""
+    search: tuple[str, ...] = ()
+    """The steps by which the configuration was found, and their outcomes."""
+    record: str | None = None
+    """The tuning trial behind the configuration."""
+    measured_us: float | None = None
+    """What that trial measured, in us, for its own problem on its own device."""
+    state: str | None = None
+    """"loaded", "cached", "not compiled", or why it cannot be had."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """Of the compiled kernel, or what arithmetic says before it is compiled."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-friendly values."""
+        return {**vars(self), "config": dict(self.config), "search": list(self.search), "resources": dict(self.resources)}
+
+    def __str__(self) -> str:
+        taken = "compiled kernel" if self.path == "kernel" else "PyTorch"
+        lines = [self.shape, f"  path       {taken}: {self.reason}"]
+        if self.template is not None:
+            would = "" if self.path == "kernel" else f" (what a device of {self.arch} would run)"
+            measured = "" if self.measured_us is None else f", {self.measured_us:.1f} us"
+            lines += [
+                f"  kernel     {self.template}, {self.arch}{would}",
+                "  config     " + ", ".join(f"{name}={value}" for name, value in self.config.items()),
+                "  chosen     " + (self.note or "given by the caller"),
+                *(f"  searched   {step}" for step in self.search),
+                f"  record     {self.record or 'none'}{measured}",
+                f"  object     {self.state}",
+                "  resources  " + (", ".join(f"{name}={value}" for name, value in _shown(self.resources)) or "unknown"),
+            ]
+        return "\n".join(lines)
+
+
+def explain_kernel(kernel: kernels.Kernel, path: str, reason: str) -> Explanation:
+    """All about one kernel, for a call that takes `path` for `reason`. Compiles nothing."""
+    template = kernel.template
+    found = None
+    if kernel.config_from != "explicit":
+        found = default_dispatcher().resolve(template.op, template.direction, kernel.shape)
+    state, resources = _object_state(kernel)
+    return Explanation(
+        shape=kernel.shape.key(),
+        path=path,
+        reason=reason,
+        template=template.name,
+        arch=template.arch,
+        config=config_to_dict(kernel.config),
+        config_from=kernel.config_from,
+        note=kernel.note,
+        search=() if found is None else found.chain,
+        record=None if found is None else found.trial_id,
+        measured_us=None if found is None else found.us,
+        state=state,
+        resources=resources or vars(template.resources(kernel.shape, kernel.config)),
+    )
+
+
+def _object_state(kernel: kernels.Kernel) -> tuple[str, dict[str, Any]]:
+    """Where the compiled object is, and the resources recorded for it."""
+    store = kernels.default_store()
+    try:
+        if kernel.is_loaded:
+            return "loaded", store.resources(kernel.spec)
+        if store.get(kernel.spec) is not None:
+            return "cached", store.resources(kernel.spec)
+    except (CacheUntrusted, NoKernel) as error:
+        return f"cannot be had: {error}", {}
+    return "not compiled", {}
+
+
+def _shown(resources: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in resources.items() if isinstance(value, (int, float)) and not isinstance(value, bool)]

@@ -1,0 +1,118 @@
+"""Records of other problems and other devices that may serve one: what is comparable, and how far it is off.
+
+Comparable is what runs the same code: equal padded head dim, dtypes, and with or without a mask. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tpf_jit.device import Device, sibling_class
+from tpf_jit.errors import TpfError
+from tpf_jit.tuning_db.reader import Layer
+from tpf_jit.tuning_db.rows import cell_key, split_cell
+from tpf_jit.tuning_db.winner import Winner
+
+SAME = ("tile_hdim", "dtype", "bias_dtype", "has_mask")
+"""What a neighbour must have in common: it decides which code is compiled."""
+_SIZES = ("crop", "heads", "rows", "batch", "head_dim")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A record that may serve the problem, and how far it is off."""
+
+    winner: Winner
+    layer: Layer
+    distance: float
+
+
+class Index:
+    """The layers, and their cells by what neighbours must have in common."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+        self._families: dict[tuple[str, str], list[tuple[int, str, str]]] = defaultdict(list)
+        self._shapes: dict[tuple[type, str, str], dict[tuple, list[tuple[int, str, str, Any]]]] = {}
+        for number, layer in enumerate(layers):
+            for cell, model in layer.winners:
+                try:
+                    op, _, direction = split_cell(cell)
+                except TpfError:
+                    continue
+                self._families[op, direction].append((number, cell, model))
+
+    def nearest(self, op: str, direction: str, shape: Any, model: str) -> Iterator[Candidate]:
+        """Records of one device model, nearest first, without the exact one."""
+        own = cell_key(shape, direction)
+        return self._by_distance(op, direction, shape, lambda cell, where: where == model and cell != own)
+
+    def elsewhere(self, op: str, direction: str, shape: Any, model: str) -> Iterator[Candidate]:
+        """Records of all other devices, nearest first."""
+        return self._by_distance(op, direction, shape, lambda cell, where: where != model)
+
+    def _by_distance(self, op: str, direction: str, shape: Any, wanted: Callable[[str, str], bool]) -> Iterator[Candidate]:
+        found = [
+            (distance(shape, other), -other.crop, number, cell, model)
+            for number, cell, model, other in self._alike(op, direction, shape)
+            if wanted(cell, model)
+        ]
+        for apart, _, number, cell, model in sorted(found):
+            for winner in self.layers[number].winners[cell, model]:
+                yield Candidate(winner, self.layers[number], apart)
+
+    def _alike(self, op: str, direction: str, shape: Any) -> list[tuple[int, str, str, Any]]:
+        """Parsed cells that share everything in `SAME` with the problem; parsed once a kind of problem."""
+        if not hasattr(type(shape), "parse") or not all(hasattr(shape, name) for name in (*_SIZES, *SAME)):
+            return []
+        kind = (type(shape), op, direction)
+        if kind not in self._shapes:
+            groups: dict[tuple, list[tuple[int, str, str, Any]]] = defaultdict(list)
+            for number, cell, model in self._families[op, direction]:
+                try:
+                    other = type(shape).parse(split_cell(cell)[1])
+                except (TpfError, ValueError):
+                    continue
+                groups[_traits(other)].append((number, cell, model, other))
+            self._shapes[kind] = groups
+        return self._shapes[kind].get(_traits(shape), [])
+
+
+def distance(shape: Any, other: Any) -> float:
+    """How far two problems of equal `SAME` are apart for tuning: |log2| of the crops' ratio, and less for what matters less.
+
+    Heads and rows scale the work of every kernel alike; the rows count relative to the crop, as pair stacks have as many.
+    """
+    total = _octaves(shape.crop, other.crop)
+    total += 0.25 * _octaves(shape.heads, other.heads)
+    total += 0.25 * _octaves(shape.rows * other.crop, other.rows * shape.crop)
+    total += 0.125 * _octaves(shape.batch, other.batch)
+    total += 0.125 * _octaves(shape.head_dim, other.head_dim)
+    return total
+
+
+def _octaves(one: int, other: int) -> float:
+    return abs(math.log2(one / other))
+
+
+def _traits(shape: Any) -> tuple:
+    return tuple(getattr(shape, name) for name in SAME)
+
+
+def siblings_first(candidates: Iterator[Candidate], device: Device | None) -> Iterator[Candidate]:
+    """Records of other devices, those on the same die first, then by distance and number of SMs."""
+    if device is None:
+        return candidates
+    own = sibling_class(device.name)
+
+    def key(candidate: Candidate) -> tuple[bool, float]:
+        name, sms, _ = candidate.winner.device.rsplit("/", 2)
+        count = int(sms.removesuffix("sm") or 0)
+        unlike = 0.5 * _octaves(count, device.sms) if count and device.sms else 0.5
+        return (own is None or sibling_class(name) != own, candidate.distance + unlike)
+
+    return iter(sorted(candidates, key=key))

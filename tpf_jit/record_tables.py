@@ -1,0 +1,134 @@
+"""Markdown tables from records: implementations side by side where rows have a time each, else one line a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MEASURED = ("ms", "ms_p10", "ms_p90", "peak_mib", "config", "config_from", "rel_rms")
+"""Fields of a timed row that are results; all others say what was measured."""
+_SIZES = ("B", "I", "N", "H", "D", "C", "hidden", "crop")
+OURS = "tpf_jit"
+
+
+def row_keys(record: Mapping[str, Any]) -> set[tuple]:
+    """What a record makes statements about; a newer record with all of these supersedes it."""
+    if _is_timed(record):
+        return {(row["impl"], *_problem(row)) for row in record["rows"]}
+    return {
+        tuple((name, str(value)) for name, value in sorted(row.items()) if name in _SIZES or isinstance(value, str))
+        for row in record["rows"]
+    }
+
+
+def record_table(record: Mapping[str, Any], name: str) -> str:
+    """A record as a Markdown table with a line above that says where, when and how it was measured.
+
+    Args:
+        record: a valid record.
+        name: name of its file, for the caption.
+    """
+    header, lines = _side_by_side(record) if _is_timed(record) else _one_by_one(record)
+    numeric = [all(_looks_numeric(line[column]) for line in lines) for column in range(len(header))]
+    table = [_line(header), _line(["---:" if right else "---" for right in numeric]), *map(_line, lines)]
+    return "\n".join([_caption(record, name), "", *table, *_footnote(record), ""])
+
+
+def _is_timed(record: Mapping[str, Any]) -> bool:
+    return all("impl" in row and "ms" in row for row in record["rows"])
+
+
+def _problem(row: Mapping[str, Any]) -> tuple:
+    fields = ((name, value) for name, value in row.items() if name != "impl" and name not in _MEASURED)
+    return tuple((name, _cell(value)) for name, value in fields if isinstance(value, (str, int)))
+
+
+def _side_by_side(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line a problem, a column an implementation, ours first; fields that never change move to the caption."""
+    rows = record["rows"]
+    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != OURS, impl))
+    problems: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        problems.setdefault(_problem(row), {})[row["impl"]] = row
+    constant = _constants(rows)
+    names = list(dict.fromkeys(name for problem in problems for name, _ in problem if name not in constant))
+    lines = []
+    for problem, measured in problems.items():
+        fields = dict(problem)
+        lines.append([fields.get(name, "") for name in names] + [_time(measured.get(impl)) for impl in impls])
+    return [*names, *(f"{impl}, ms" for impl in impls)], lines
+
+
+def _one_by_one(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    constant = _constants(record["rows"])
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row if name not in constant))
+    return names, [[_cell(row.get(name)) for name in names] for row in record["rows"]]
+
+
+def _constants(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Fields that are the same in all of several rows."""
+    if len(rows) < 2:
+        return {}
+    measured = (*_MEASURED, "impl")
+    shared = {name: _cell(value) for name, value in rows[0].items() if name not in measured and isinstance(value, (str, int))}
+    return {name: value for name, value in shared.items() if all(_cell(row.get(name)) == value for row in rows)}
+
+
+def _caption(record: Mapping[str, Any], name: str) -> str:
+    device, versions = record["device"], record["versions"]
+    facts = [device["name"]]
+    if device.get("sm_clock_mhz"):
+        facts.append(f"{_cell(device['sm_clock_mhz'])} MHz")
+    if device.get("driver"):
+        facts.append(f"driver {device['driver']}")
+    facts += [f"PyTorch {versions['torch']}", f"tpf_jit {versions['tpf_jit']}", record["date"][:10]]
+    constant = ", ".join(f"{field} = {value}" for field, value in _constants(record["rows"]).items())
+    method = ", ".join(f"{field} {_cell(value)}" for field, value in record["method"].items())
+    parts = [f"**{record['kind']}** on {', '.join(facts)}"]
+    parts += [constant] if constant else []
+    parts += [method, f"record `{name}`"]
+    return ". ".join(parts) + "."
+
+
+def _footnote(record: Mapping[str, Any]) -> list[str]:
+    absent = record.get("absent_peers") or {}
+    return ["", "Not measured: " + "; ".join(f"{peer} ({_cell(why)})" for peer, why in absent.items()) + "."] if absent else []
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    return _cell(float(row["ms"])) if row is not None else ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_cell, value))
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _number(value: float) -> str:
+    """Three significant digits, all of them before the point; a trailing zero is a digit that was measured."""
+    if value == 0 or not 1e-2 <= abs(value) < 1e6:
+        return f"{value:.2e}" if value else "0"
+    if abs(value) >= 1:
+        return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
+    return f"{value:.{3 if abs(value) >= 0.1 else 4}f}"
+
+
+def _looks_numeric(text: str) -> bool:
+    try:
+        float(text or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
