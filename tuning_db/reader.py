@@ -33,6 +33,10 @@ _EVIDENCE = """SELECT t.id, t.cell, t.model, t.template, c.fields, t.kernel_key,
 _TRIALS = """SELECT t.id, t.template, t.cell, c.fields, t.kernel_key, t.source_hash, t.cubin_sha256, d.facts, t.device_state,
     k.facts, t.protocol, t.samples_us, t.median_us, t.p10_us, t.p90_us, t.errors, t.status, t.detail, t.grade, t.date, t.session
     FROM trial t JOIN config c ON c.id = t.config JOIN device d ON d.id = t.device JOIN toolchain k ON k.id = t.toolchain"""
+_TRIAL_FIELDS = (
+    *("template", "cell", "config", "kernel_key", "source_hash", "cubin_sha256", "device", "device_state", "toolchain"),
+    *("protocol", "samples_us", "median_us", "p10_us", "p90_us", "errors", "status", "detail", "grade", "date", "session"),
+)
 _REFUTING = ", ".join(f"'{status}'" for status in REFUTING)
 
 _warned: set[tuple[str, str]] = set()
@@ -181,42 +185,30 @@ def select_evidence(connection: sqlite3.Connection, where: str = "1", values: Se
 
 
 def select_trials(
-    connection: sqlite3.Connection, where: str = "1", values: Sequence[object] = ()
+    connection: sqlite3.Connection, where: str = "1", values: Sequence[object] = (), trusted: bool = False
 ) -> Iterator[tuple[str, TrialRow]]:
     """Stored id and row of the trials that meet an SQL condition on `t` (trial), oldest first.
+
+    Args:
+        trusted: take the rows as they are, without checking their fields.
 
     Raises:
         InvalidInput, ValueError: when a stored row is no valid trial.
     """
-    for stored in connection.execute(f"{_TRIALS} WHERE {where} ORDER BY t.date, t.rowid", values):
-        yield stored[0], decode_trial(stored)
+    for stored in connection.execute(trial_query(f"WHERE {where} ORDER BY t.date, t.rowid"), values):
+        yield stored[0], decode_trial(stored, trusted)
 
 
-def decode_trial(stored: Sequence) -> TrialRow:
-    """A row of the trial query (`trial_query`) as a `TrialRow`."""
-    (_, template, cell, config, kernel_key, source_hash, cubin, facts, state, toolchain, protocol, samples, *rest) = stored
-    median, p10, p90, errors, status, detail, grade, date, session = rest
-    return TrialRow(
-        template=template,
-        cell=cell,
-        config=json.loads(config),
-        kernel_key=kernel_key,
-        source_hash=source_hash,
-        cubin_sha256=cubin,
-        device={**json.loads(facts), **json.loads(state)},
-        toolchain=json.loads(toolchain),
-        protocol=protocol,
-        samples_us=json.loads(samples),
-        median_us=median,
-        p10_us=p10,
-        p90_us=p90,
-        errors=json.loads(errors),
-        status=status,
-        detail=detail,
-        grade=grade,
-        date=date,
-        session=session,
-    )
+def decode_trial(stored: Sequence, trusted: bool = False) -> TrialRow:
+    """A row of the trial query (`trial_query`) as a `TrialRow`; `trusted` as for `select_trials`."""
+    values = dict(zip(_TRIAL_FIELDS, stored[1:], strict=True))
+    for name in ("config", "device", "toolchain", "samples_us", "errors"):
+        values[name] = json.loads(values[name])
+    values["device"].update(json.loads(values.pop("device_state")))
+    if not trusted:
+        return TrialRow(**values)
+    values["errors"] = {name: float(value) for name, value in values["errors"].items()}
+    return TrialRow.trusted(values)
 
 
 def trial_query(tail: str) -> str:

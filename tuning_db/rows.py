@@ -246,6 +246,13 @@ class TrialRow:
         return values
 
     @classmethod
+    def trusted(cls, values: dict[str, Any]) -> TrialRow:
+        """A row from all its fields in normal form, as the store wrote them: unchecked, and several times quicker."""
+        row = object.__new__(cls)
+        row.__dict__.update(values)
+        return row
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrialRow:
         """Inverse of `to_dict`.
 

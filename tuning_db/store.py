@@ -122,10 +122,8 @@ class TuningStore:
             template: name of the template.
             status: one of `rows.STATUSES`.
         """
-        where, values = _where({"t.cell": cell, "t.template": template, "t.status": status})
-        if device is not None:
-            where, values = f"{where} AND (t.model = ? OR d.name = ?)", [*values, _model(device), _model(device)]
-        return self._file.read(lambda db: [row for _, row in select_trials(db.conn, where, values)])
+        where, values = _matching(cell, device, template, {"t.status": status})
+        return self._file.read(lambda db: [row for _, row in select_trials(db.conn, where, values, trusted=True)])
 
     def best(self, cell: str, device: Any) -> Winner | None:
         """The winner of a cell, derived from its rows by `winner.rank`; None when nothing may win.
@@ -197,8 +195,12 @@ class TuningStore:
         Returns:
             Number of trials written.
         """
-        content = merge.Content()
-        content.trials = {row.id: row for row in self.trials(device=device, template=template) if grade in (None, row.grade)}
+        where, values = _matching(None, device, template, {"t.grade": grade})
+        stored = self._file.read(lambda db: list(select_trials(db.conn, where, values)))
+        altered = [identity for identity, row in stored if identity != row.id]
+        if altered:
+            raise DatabaseError(f"{self.path}: trial {altered[0]} was altered; `tpf-jit db verify` shows all that is wrong")
+        content = merge.Content(dict(stored))
         selected = device is not None or template is not None or grade is not None
         named = {row.kernel_key for row in content.trials.values()}
         content.kernels = {kernel["key"]: kernel for kernel in self.kernels() if not selected or kernel["key"] in named}
@@ -335,6 +337,13 @@ def _decode_kernel(row: Mapping[str, Any]) -> dict[str, Any]:
 def _where(conditions: Mapping[str, Any]) -> tuple[str, list[Any]]:
     given = {column: value for column, value in conditions.items() if value is not None}
     return " AND ".join(["1", *(f"{column} = ?" for column in given)]), list(given.values())
+
+
+def _matching(cell: str | None, device: Any, template: str | None, more: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    where, values = _where({"t.cell": cell, "t.template": template, **more})
+    if device is None:
+        return where, values
+    return f"{where} AND (t.model = ? OR d.name = ?)", [*values, _model(device), _model(device)]
 
 
 def _model(device: Any) -> str:

@@ -27,13 +27,28 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked, widen_bf16
+from tpf_jit.templates.common.epilogue import store_tile
+from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked
+from tpf_jit.templates.common.scores import add_bias, apply_key_mask, mask_tail
+from tpf_jit.templates.common.tma import (
+    SymbolicOperands,
+    bias_matrix_first,
+    checked_storage,
+    consumer_state,
+    matrix_first,
+    one_stage,
+    partition,
+    producer_state,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -88,13 +103,14 @@ class TriangleAttentionForwardSm90:
             bar_v: cute.struct.MemRange[Int64, 2 * self.kv_stages]
             bar_b: cute.struct.MemRange[Int64, 2 * self.bias_stages]
             mask: cute.struct.Align[cute.struct.MemRange[Float32, mask_floats], 128]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.vt_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.bias_dtype, cute.cosize(self.b_layout)], 1024]
-            o: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.o_layout)], 1024]
+            q: smem_area(self.dtype, self.q_layout)
+            k: smem_area(self.dtype, self.k_layout)
+            v: smem_area(self.dtype, self.vt_layout)
+            b: smem_area(self.bias_dtype, self.b_layout)
+            o: smem_area(self.dtype, self.o_layout)
 
-        return Storage
+        capacity = cutlass.memory.get_smem_capacity_in_bytes("sm_90") // self.ctas_per_sm
+        return checked_storage(Storage, capacity)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -111,20 +127,17 @@ class TriangleAttentionForwardSm90:
         stream: cuda.CUstream,
     ):
         self._setup()
-        # Matrix modes first: (N, D, H, I, B), (Nq, Nk, H, B), (1, Npad, I, B).
-        q, k, v, o = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 4, 2, 1, 0])) for t in (mQ, mK, mV, mO))
-        bias = cute.make_tensor(mBias.iterator, cute.select(mBias.layout, mode=[2, 3, 1, 0]))
+        q, k, v, o = (matrix_first(t) for t in (mQ, mK, mV, mO))
+        bias = bias_matrix_first(mBias)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        one = lambda layout: cute.slice_(layout, (None, None, 0))
-        tma_q, gQ = cpasync.make_tiled_tma_atom(load, q, one(self.q_layout), (Q_ROWS, self.tile_hdim))
-        tma_k, gK = cpasync.make_tiled_tma_atom(load, k, one(self.k_layout), (self.tile_n, self.tile_hdim))
-        tma_v, gV = cpasync.make_tiled_tma_atom(load, v, one(self.v_layout), (self.tile_n, self.tile_hdim))
-        tma_b, gB = cpasync.make_tiled_tma_atom(load, bias, one(self.b_layout), (Q_ROWS, self.tile_n))
-        tma_o, gO = cpasync.make_tiled_tma_atom(store, o, one(self.o_layout), (Q_ROWS, self.tile_hdim))
+        tma_q, gQ = cpasync.make_tiled_tma_atom(load, q, one_stage(self.q_layout), (Q_ROWS, self.tile_hdim))
+        tma_k, gK = cpasync.make_tiled_tma_atom(load, k, one_stage(self.k_layout), (self.tile_n, self.tile_hdim))
+        tma_v, gV = cpasync.make_tiled_tma_atom(load, v, one_stage(self.v_layout), (self.tile_n, self.tile_hdim))
+        tma_b, gB = cpasync.make_tiled_tma_atom(load, bias, one_stage(self.b_layout), (Q_ROWS, self.tile_n))
+        tma_o, gO = cpasync.make_tiled_tma_atom(store, o, one_stage(self.o_layout), (Q_ROWS, self.tile_hdim))
         tma_r, gR = None, None
         if const_expr(self.has_residual):
-            r = cute.make_tensor(mR.iterator, cute.select(mR.layout, mode=[3, 4, 2, 1, 0]))
-            tma_r, gR = cpasync.make_tiled_tma_atom(store, r, one(self.o_layout), (Q_ROWS, self.tile_hdim))
+            tma_r, gR = cpasync.make_tiled_tma_atom(store, matrix_first(mR), one_stage(self.o_layout), (Q_ROWS, self.tile_hdim))
         tma_m, gM = None, None
         if const_expr(self.has_mask):
             m = cute.make_tensor(
@@ -165,25 +178,20 @@ class TriangleAttentionForwardSm90:
                     cpasync.prefetch_descriptor(atom)
 
         Storage = self._storage()
-        assert Storage.size_in_bytes() * self.ctas_per_sm <= cutlass.memory.get_smem_capacity_in_bytes("sm_90")
         sm = cutlass.memory.SmemAllocator().allocate(Storage)
-        tensor = lambda field, layout: field.get_tensor(layout.outer, swizzle=layout.inner)
-        sQ, sK, sB, sO = (tensor(f, x) for f, x in ((sm.q, self.q_layout), (sm.k, self.k_layout), (sm.b, self.b_layout), (sm.o, self.o_layout)))
-        sV, sVt = tensor(sm.v, self.v_layout), tensor(sm.v, self.vt_layout)
-        sM = sm.mask.get_tensor(cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, self.tile_n))) if const_expr(self.has_mask) else None
+        sQ, sK, sV = smem_tensor(sm.q, self.q_layout), smem_tensor(sm.k, self.k_layout), smem_tensor(sm.v, self.v_layout)
+        sVt, sB, sO = smem_tensor(sm.v, self.vt_layout), smem_tensor(sm.b, self.b_layout), smem_tensor(sm.o, self.o_layout)
+        sM = None
+        if const_expr(self.has_mask):
+            sM = sm.mask.get_tensor(cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, self.tile_n)))
 
-        one_thread = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups)  # one arrival a warp
-        tile_bytes = lambda layout, dtype: cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
+        warps = 4 * self.warpgroups
         kv_bytes = tile_bytes(self.k_layout, self.dtype)
-        ring = lambda bars, stages, tx, defer: pipeline.PipelineTmaAsync.create(
-            num_stages=stages, producer_group=one_thread, consumer_group=consumers, tx_count=tx,
-            barrier_storage=bars.data_ptr(), defer_sync=defer,
-        )
-        pipe_q = ring(sm.bar_q, self.q_stages, tile_bytes(self.q_layout, self.dtype) * self.q_tiles_per_stage, True)
-        pipe_k = ring(sm.bar_k, self.kv_stages, kv_bytes + (4 * self.tile_n if self.has_mask else 0), True)
-        pipe_v = ring(sm.bar_v, self.kv_stages, kv_bytes, True)
-        pipe_b = ring(sm.bar_b, self.bias_stages, tile_bytes(self.b_layout, self.bias_dtype) * self.warpgroups, False)
+        pipe_q = tma_ring(sm.bar_q, self.q_stages, tile_bytes(self.q_layout, self.dtype) * self.q_tiles_per_stage, warps)
+        pipe_k = tma_ring(sm.bar_k, self.kv_stages, kv_bytes + (4 * self.tile_n if self.has_mask else 0), warps)
+        pipe_v = tma_ring(sm.bar_v, self.kv_stages, kv_bytes, warps)
+        bias_bytes = tile_bytes(self.b_layout, self.bias_dtype) * self.warpgroups
+        pipe_b = tma_ring(sm.bar_b, self.bias_stages, bias_bytes, warps, last=True)
 
         key_tiles = cute.ceil_div(crop, self.tile_n)
         if warp_idx < 4:
@@ -214,21 +222,18 @@ class TriangleAttentionForwardSm90:
         self, pipe_q, pipe_k, pipe_v, pipe_b, tma_q, gQ, sQ, tma_k, gK, sK, tma_v, gV, sV, tma_b, gB, sB,
         tma_m, gM, sM, heads, q_blocks, row_groups, tasks, key_tiles,
     ):
-        solo = cute.make_layout(1)
-        flat = lambda t: cute.group_modes(t, 0, 2)
-        tile = lambda g, shape, coord: cute.local_tile(g, shape, coord)
-        # Tiles over every remaining coordinate: (atom, tile index, head, row, batch).
-        tQsQ, tQgQ = cpasync.tma_partition(tma_q, 0, solo, flat(sQ), flat(tile(gQ, (Q_ROWS, self.tile_hdim), (None, 0, None, None, None))))
-        tKsK, tKgK = cpasync.tma_partition(tma_k, 0, solo, flat(sK), flat(tile(gK, (self.tile_n, self.tile_hdim), (None, 0, None, None, None))))
-        tVsV, tVgV = cpasync.tma_partition(tma_v, 0, solo, flat(sV), flat(tile(gV, (self.tile_n, self.tile_hdim), (None, 0, None, None, None))))
-        tBsB, tBgB = cpasync.tma_partition(tma_b, 0, solo, flat(sB), flat(tile(gB, (Q_ROWS, self.tile_n), (None, None, None, None))))
+        # Sources by (tile index, head, row, batch).
+        keys, rest = (self.tile_n, self.tile_hdim), (None, 0, None, None, None)
+        tQsQ, tQgQ = partition(tma_q, sQ, gQ, (Q_ROWS, self.tile_hdim), rest)
+        tKsK, tKgK = partition(tma_k, sK, gK, keys, rest)
+        tVsV, tVgV = partition(tma_v, sV, gV, keys, rest)
+        tBsB, tBgB = partition(tma_b, sB, gB, (Q_ROWS, self.tile_n), (None, None, None, None))
         tMsM, tMgM = None, None
         if const_expr(self.has_mask):
-            tMsM, tMgM = cpasync.tma_partition(tma_m, 0, solo, flat(sM), flat(tile(gM, (1, self.tile_n), (0, None, None, None))))
+            tMsM, tMgM = partition(tma_m, sM, gM, (1, self.tile_n), (0, None, None, None))
 
-        make_state = pipeline.make_pipeline_state
-        q_state, b_state = (make_state(pipeline.PipelineUserType.Producer, s) for s in (self.q_stages, self.bias_stages))
-        k_state, v_state = (make_state(pipeline.PipelineUserType.Producer, self.kv_stages) for _ in range(2))
+        q_state, b_state = producer_state(self.q_stages), producer_state(self.bias_stages)
+        k_state, v_state = producer_state(self.kv_stages), producer_state(self.kv_stages)
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for task in cutlass.range(cta, tasks, ctas, unroll=1):
             q_block, head, row_group, batch = self.decode(task, heads, q_blocks, row_groups)
@@ -288,10 +293,8 @@ class TriangleAttentionForwardSm90:
         row_max = cute.make_rmem_tensor(2 * self.rows, Float32)   # offset m of P
         row_sum = cute.make_rmem_tensor(2 * self.rows, Float32)   # of this thread's columns only
 
-        make_state = pipeline.make_pipeline_state
-        q_state, b_state = (make_state(pipeline.PipelineUserType.Consumer, s) for s in (self.q_stages, self.bias_stages))
-        k_state, v_state = (make_state(pipeline.PipelineUserType.Consumer, self.kv_stages) for _ in range(2))
-        v_done = make_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        q_state, b_state = consumer_state(self.q_stages), consumer_state(self.bias_stages)
+        k_state, v_state, v_done = (consumer_state(self.kv_stages) for _ in range(3))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for task in cutlass.range(cta, tasks, ctas, unroll=1):
             q_block, head, row_group, batch = self.decode(task, heads, q_blocks, row_groups)
@@ -321,14 +324,14 @@ class TriangleAttentionForwardSm90:
                         if j > 0:
                             pipe_v.consumer_release(v_done)
                             v_done.advance()
-                    self.add_bias(acc_S, sB_tile, scale, tidx)
+                    add_bias(acc_S, sB_tile, mma_qk, scale, tidx, False)
                     if const_expr(r == self.rows - 1):
                         pipe_b.consumer_release(b_state)
                     if const_expr(self.has_mask):
-                        self.apply_mask(acc_S, sM[0, None, k_state.index], tidx)
+                        apply_key_mask(acc_S, sM[0, None, k_state.index], tidx)
                     if const_expr(self.crop == 0 or self.crop % self.tile_n != 0):
                         if (j + 1) * self.tile_n > crop:
-                            self.mask_tail(acc_S, crop - j * self.tile_n, tidx)
+                            mask_tail(acc_S, crop - j * self.tile_n, tidx)
                     pipe_k.consumer_release(k_state)
                     k_state.advance()
                     # 2. softmax
@@ -354,52 +357,6 @@ class TriangleAttentionForwardSm90:
                 )
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def add_bias(self, acc_S: cute.Tensor, sB_tile: cute.Tensor, scale: Float32, tidx: Int32):
-        """acc_S = acc_S * scale + bias, the tile read in the accumulator's own layout."""
-        if const_expr(self.bias_dtype.width == 16):
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.bias_dtype)
-            tiled = cute.make_tiled_copy_C(atom, self.tiled_mma_qk)
-            src = tiled.get_slice(tidx).partition_S(sB_tile)
-            frag = cute.make_rmem_tensor(acc_S.shape, self.bias_dtype)
-            cute.copy(tiled, src, tiled.retile(frag))
-            if const_expr(self.bias_dtype is BFloat16):
-                bias = widen_bf16(frag)
-                acc_S.store(acc_S.load() * scale + cute.make_tensor(bias.iterator, acc_S.layout).load())
-            else:
-                acc_S.store(acc_S.load() * scale + frag.load().to(Float32))
-        else:
-            src = self.tiled_mma_qk.get_slice(tidx).partition_C(sB_tile)
-            frag = cute.make_rmem_tensor(acc_S.shape, Float32)
-            cute.autovec_copy(src, frag)
-            acc_S.store(acc_S.load() * scale + frag.load())
-
-    @cute.jit
-    def apply_mask(self, acc_S: cute.Tensor, sM_tile: cute.Tensor, tidx: Int32):
-        """Add this tile's key mask; a tile without masked keys costs one vote."""
-        dirty = Float32(0.0)
-        for i in cutlass.range_constexpr((self.tile_n + 31) // 32):
-            column = tidx % 32 + 32 * i
-            if column < self.tile_n:
-                dirty = cute.arch.fmax(dirty, -sM_tile[column])
-                dirty = cute.arch.fmax(dirty, sM_tile[column])
-        if cute.arch.vote_any_sync(dirty > 0.0):
-            scores = rows_view(acc_S)
-            for n in cutlass.range_constexpr(self.tile_n // 4):
-                value = sM_tile[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
-                for r in cutlass.range_constexpr(2):
-                    # A select, not a sum: NaN in the K of an excluded key must not reach the output.
-                    scores[r, n] = -Float32.inf if value == -Float32.inf else scores[r, n] + value
-
-    @cute.jit
-    def mask_tail(self, acc_S: cute.Tensor, keys_left: Int32, tidx: Int32):
-        """Exclude the columns beyond the crop: TMA filled them with zeros."""
-        scores = rows_view(acc_S)
-        for n in cutlass.range_constexpr(self.tile_n // 4):
-            outside = 8 * (n // 2) + 2 * (tidx % 4) + n % 2 >= keys_left
-            for r in cutlass.range_constexpr(2):
-                scores[r, n] = -Float32.inf if outside else scores[r, n]
 
     @cute.jit
     def softmax_step(self, acc_S, acc_O, row_top, row_max, row_sum, r: cutlass.Constexpr):
@@ -449,56 +406,20 @@ class TriangleAttentionForwardSm90:
                 outs[i, n] *= norm
         rounded = cute.make_rmem_tensor(acc_O.shape, self.dtype)
         rounded.store(acc_O.load().to(self.dtype))
-        self.store_tile(rounded, tidx, wg, sO, tma_o, gO, coord)
+        tile = ((Q_ROWS, self.tile_hdim), (q_block * self.warpgroups + wg, 0, head, row, batch))
+        store_tile(rounded, self.tiled_mma_pv, tidx, wg, sO, tma_o, cute.local_tile(gO, *tile))
         if const_expr(self.has_residual):
             acc_O.store(acc_O.load() - rounded.load().to(Float32))
             rounded.store(acc_O.load().to(self.dtype))
-            self.store_tile(rounded, tidx, wg, sO, tma_r, gR, coord)
-
-    @cute.jit
-    def store_tile(self, frag, tidx, wg, sO, tma, g, coord):
-        """Registers -> this warpgroup's 64 x D buffer -> TMA store, clipped at the edges of (N, D, I)."""
-        q_block, head, row, batch = coord
-        barrier = pipeline.NamedBarrier(barrier_id=1, num_threads=128)
-        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4 if self.tile_hdim >= 16 else 2), self.dtype)
-        tiled = cute.make_tiled_copy_C(atom, self.tiled_mma_pv)
-        if leader:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store before has left the buffer
-        self.warpgroup_sync(wg)
-        cute.copy(tiled, tiled.retile(frag), tiled.get_slice(tidx).partition_D(sO[None, None, wg]))
-        cute.arch.fence_view_async_shared()
-        self.warpgroup_sync(wg)
-        if leader:
-            tiles = cute.local_tile(g, (Q_ROWS, self.tile_hdim), (None, 0, None, None, None))
-            src, dst = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
-            cute.copy(tma, src[None, wg], dst[None, q_block * self.warpgroups + wg, head, row, batch])
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def warpgroup_sync(self, wg: Int32):
-        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+            store_tile(rounded, self.tiled_mma_pv, tidx, wg, sO, tma_r, cute.local_tile(gR, *tile))
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic shapes; returns the DSL's compiled function."""
-    fake = cute.runtime.make_fake_tensor
-    dtype, bias_dtype = DTYPES[variant["dtype"]], DTYPES[variant["bias_dtype"]]
-    batch, rows, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-    crop = config.crop if config.crop else cute.sym_int()
-    stride = lambda divisor: cute.sym_int64(divisibility=divisor)
-    wide = lambda: fake(dtype, (batch, rows, heads, crop, dim), (*(stride(8) for _ in range(4)), 1), assumed_align=16)
-    step = 16 // (bias_dtype.width // 8)
-    bias = fake(bias_dtype, (batch, heads, crop, crop), (*(stride(step) for _ in range(3)), 1), assumed_align=16)
-    mask = None
-    if variant["mask"]:
-        mask = fake(Float32, (batch, rows, cute.sym_int(divisibility=256)), (stride(256), stride(256), 1), assumed_align=16)
-    lse = fake(Float32, (batch, rows, heads, crop), (*(stride(1) for _ in range(3)), 1), assumed_align=4)
-    residual = wide() if variant["residual"] else None
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    x = SymbolicOperands(variant, config.crop)
     kernel = TriangleAttentionForwardSm90(variant, config, registers)
+    residual = x.wide() if variant["residual"] else None
     return cute.compile(
-        kernel, wide(), wide(), wide(), bias, mask, wide(), residual, lse, Float32(1.0), Int32(1), stream, options=options
+        kernel, x.wide(), x.wide(), x.wide(), x.bias(), x.mask(), x.wide(), residual, x.lse(), Float32(1.0), Int32(1), x.stream(),
+        options=options,
     )

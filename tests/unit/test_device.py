@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import types
@@ -99,7 +100,7 @@ def test_arch_and_model() -> None:
 def test_facts_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(properties(A100), properties(H200), current=1))
     assert current_device() == H200
-    assert current_device(0) == A100
+    assert current_device(0) == dataclasses.replace(A100, driver="580.159.04")
     assert current_device(2) is None
 
 
@@ -169,7 +170,9 @@ class FakeDriver:
         return (0, H200.memory_bytes)
 
 
-@pytest.mark.parametrize(("driver", "index", "found"), [(FakeDriver(), 0, H200), (FakeDriver(), 1, None), (FakeDriver(100), 0, None)])
+@pytest.mark.parametrize(
+    ("driver", "index", "found"), [(FakeDriver(), 0, H200), (FakeDriver(), 1, None), (FakeDriver(init=100), 0, None)]
+)
 def test_facts_from_cuda_python(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, index: int, found: Device | None) -> None:
     package, bindings = types.ModuleType("cuda"), types.ModuleType("cuda.bindings")
     package.bindings, bindings.driver = bindings, driver

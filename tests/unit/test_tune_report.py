@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -33,7 +34,8 @@ def test_the_table_shows_winner_times_and_failures(result):
 def test_the_summary_compares_with_the_default(result):
     assert "Best 100.0 us (final)" in result.summary()
     assert "the default takes 1.50 times as long" in result.summary()
-    assert "5 new" in result.summary()
+    assert "5 new" in result.summary() and "waiting for compiles" not in result.summary()
+    assert "24 s of it waiting for compiles" in dataclasses.replace(result, idle_s=24.2).summary()
 
 
 def test_programs_get_json(result):

@@ -369,3 +369,25 @@ def test_an_old_gpu_has_nothing_to_tune(monkeypatch):
     monkeypatch.setattr(device, "current_device", lambda index=None: a100)
     with pytest.raises(NoKernel, match="A100"):
         tune(SHAPE)
+
+
+def test_a_compile_that_takes_too_long_has_its_own_status():
+    """As the pool words it, which has no exception of its own for it."""
+    from tpf_jit import pool
+    from tpf_jit.errors import CompileFailed
+    from tpf_jit.tune import sweep
+
+    class Silent:
+        def send_bytes(self, payload):
+            pass
+
+        def poll(self, seconds):
+            return False
+
+    worker = object.__new__(pool._Worker)
+    worker._connection = Silent()
+    with pytest.raises(pool._WorkerLost) as lost:
+        worker.run(b"", 5.0)
+    assert sweep._compile_failure(CompileFailed(f"kernel did not compile: {lost.value}")).status == "compile_timeout"
+    assert sweep._compile_failure(TimeoutError()).status == "compile_timeout"
+    assert sweep._compile_failure(CompileFailed("ptxas says no")).status == "compile_error"

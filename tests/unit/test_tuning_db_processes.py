@@ -36,6 +36,8 @@ def finish(processes: list[subprocess.Popen]) -> list[str]:
     outputs = []
     for process in processes:
         out, err = process.communicate(timeout=120)
+        if process.returncode == 77:
+            pytest.skip("root cannot become another user here, and may write everywhere")
         assert process.returncode == 0, err
         assert "Warning" not in err, err
         outputs.append(out)
@@ -327,10 +329,14 @@ READ_ONLY = """
     from tpf_jit.errors import DatabaseError
     from tpf_jit.tuning_db.store import TuningStore
 
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
+    Path("/").as_uri()  # imports what another user may not be allowed to read
+    try:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+    except OSError:
+        sys.exit(77)
     path = Path(sys.argv[1])
     with TuningStore(path) as store:
         print(store.writable, len(store.trials()), store.verify())

@@ -219,7 +219,9 @@ def test_merging_does_not_depend_on_the_order(tmp_path: Path) -> None:
             whole.export(tmp_path / "whole.jsonl")
         exports.add((tmp_path / "whole.jsonl").read_bytes())
     assert len(exports) == 1
-    assert [len(TuningStore(path).trials()) for path in parts] == [2, 2, 1]
+    for path, count in zip(parts, (2, 2, 1), strict=True):
+        with TuningStore(path) as part:
+            assert len(part.trials()) == count
 
 
 def test_merging_text_needs_no_database(tmp_path: Path) -> None:
@@ -254,6 +256,9 @@ def test_altered_rows_are_refused(store: TuningStore, tmp_path: Path) -> None:
             other.import_(tmp_path / "rows.jsonl")
         assert other.trials() == []
         edit(store.path, "UPDATE trial SET median_us = 50 WHERE median_us = 101")
+        with pytest.raises(DatabaseError, match="was altered"):
+            store.export(tmp_path / "laundered.jsonl")
+        assert not (tmp_path / "laundered.jsonl").exists()
         assert other.merge(store.path) == {"trials": 1, "kernels": 2, "refused": 1}
         assert other.verify() == []
 
@@ -311,7 +316,8 @@ def test_verify_finds_what_was_tampered_with(store: TuningStore, sql: str, found
 
 def test_verify_finds_duplicates(store: TuningStore) -> None:
     fill(store, 1)
-    columns = [name for _, name, *_ in sqlite3.connect(store.path).execute("PRAGMA table_info(trial)") if name != "id"]
+    with closing(sqlite3.connect(store.path)) as connection:
+        columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(trial)") if name != "id"]
     names = ", ".join(columns)
     edit(store.path, f"INSERT INTO trial (id, {names}) SELECT 'copy', {names} FROM trial")
     assert any("the same content as trial" in problem for problem in store.verify())

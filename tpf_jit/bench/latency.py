@@ -1,8 +1,8 @@
 """What a call costs beside the kernel, and what a new process costs before its first result.
 
-Call overhead: host time to enqueue one call of a problem so small that the GPU keeps up, over many calls without a
-synchronisation, in batches short enough for the launch queue; the median batch. Beside it a plain PyTorch operator, as the floor
-that the framework sets.
+Call overhead, of the operator and of the launch alone: host time to enqueue one call of a problem so small that the GPU keeps
+up, over many calls without a synchronisation, in batches short enough for the launch queue; the median batch. Beside it a plain
+PyTorch operator, as the floor that the framework sets.
 
 First result: fresh processes, one after another, that import torch, import tpf_jit, make inputs (which creates the CUDA
 context) and run one call; each step timed inside the process. ``warm`` uses the present database and object cache, ``cold`` an
@@ -96,7 +96,8 @@ def bench_latency(
 
 
 def call_overhead(shape: Any, device: Any, timer: timing.Timer, samples: int) -> list[dict[str, Any]]:
-    """Host microseconds per call: without and with autograd recording, and of a plain PyTorch operator."""
+    """Host microseconds per call: of the operator without and with autograd recording, of the launch function alone (where a
+    kernel runs), and of a plain PyTorch operator."""
     import torch
 
     import tpf_jit
@@ -110,6 +111,9 @@ def call_overhead(shape: Any, device: Any, timer: timing.Timer, samples: int) ->
         "tpf_jit, recording gradients": lambda: tpf_jit.triangle_attention(*leaves, made.mask),
         "torch.add": lambda: torch.add(made.q, made.k),
     }
+    launch = _bare_launch(shape, device)
+    if launch is not None:
+        calls["tpf_jit, launch alone"] = launch
     rows = []
     for name, call in calls.items():
         with torch.set_grad_enabled("gradients" in name):
@@ -126,6 +130,18 @@ def call_overhead(shape: Any, device: Any, timer: timing.Timer, samples: int) ->
             }
         )
     return rows
+
+
+def _bare_launch(shape: Any, device: Any) -> Callable[[], Any] | None:
+    """One launch of the kernel that serves the shape, its operands laid out before; None where the PyTorch path serves it."""
+    import tpf_jit
+    from tpf_jit.kernels import get_kernel
+
+    if device.type != "cuda" or not tpf_jit.is_supported(shape)[0]:
+        return None
+    kernel = get_kernel(f"{shape.op}/forward", shape)
+    workload = kernel.template.workload(shape, device)
+    return workload.prepare(kernel.function, workload.make_inputs(0))
 
 
 def _host_us(call: Callable[[], Any], timer: timing.Timer, samples: int) -> list[float]:

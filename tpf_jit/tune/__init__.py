@@ -18,6 +18,7 @@ Nothing that runs in production imports this package. See `tune` for the contrac
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tpf_jit.errors import MeasurementFailed, NoKernel
+from tpf_jit.templates.base import config_to_dict
 from tpf_jit.tune import measure, order, sweep
 from tpf_jit.tune.build import Builder
 from tpf_jit.tune.ledger import Ledger
@@ -140,8 +142,6 @@ def _run(
         run = sweep.Sweep(ledger, template, shape, source, builder, measurer, limits, bar)
         run.run()
     ledger.refresh()
-    from tpf_jit.templates.base import config_to_dict
-
     return Result(
         shape=shape,
         direction=direction,
@@ -160,8 +160,6 @@ def _run(
 
 def _merged(results: list[Result], elapsed_s: float) -> Result:
     """One result of several templates' sweeps: the last one's view of the winner covers all of them."""
-    import dataclasses
-
     last = results[-1]
     if len(results) == 1:
         return last

@@ -67,6 +67,8 @@ class Result:
         """One paragraph for people."""
         counts = ", ".join(f"{number} {status}" for status, number in sorted(self.counts.items()))
         text = f"{self.cell} on {self.device}: {counts or 'nothing tried'}; {self.new_trials} new in {self.elapsed_s:.0f} s"
+        if self.idle_s >= 1:
+            text += f", {self.idle_s:.0f} s of it waiting for compiles"
         if self.best is None:
             return text + ". Nothing may win: every configuration failed, see the table."
         text += f". Best {self.best.us:.1f} us ({self.best.grade}) with {_fields(self.best.config)}"

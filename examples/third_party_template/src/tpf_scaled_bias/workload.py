@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Half a unit in the last place of each dtype, with room for the float32 arithmetic in between.
-_BOUNDS = {"bfloat16": 2.1e-3, "float16": 3e-4, "float32": 1e-6}
+# Rounding to the output's dtype is the only error that counts: no element is off by more than the unit roundoff, and over
+# many elements the RMS is 0.43 of it (measured: bf16 1.69e-3, fp16 2.1e-4).
+_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+_MANY = 4096
 
 
 class Inputs(NamedTuple):
@@ -54,4 +56,5 @@ class ScaledBiasWorkload:
         return {"out": error.item() if torch.isfinite(error) else float("inf")}
 
     def bounds(self) -> dict[str, float]:
-        return {"out": _BOUNDS[self.shape.dtype]}
+        roundoff = _ROUNDOFF[self.shape.dtype]
+        return {"out": 0.54 * roundoff if self.shape.rows * self.shape.cols >= _MANY else roundoff}
