@@ -17,14 +17,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--state", help="folder for the tests' database and objects, kept afterwards (default: a temporary one)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Before collection, so that nothing a test module reads at import time can see the developer's own files. One folder
     # per worker process: kernels compiled by one test serve the next, and a test that needs an empty one sets its own.
-    folder = Path(tempfile.mkdtemp(prefix="tpf_jit_tests_"))
+    kept = config.getoption("--state")
+    folder = Path(kept or tempfile.mkdtemp(prefix="tpf_jit_tests_")).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     os.environ["TPF_JIT_DB"] = str(folder / "user.db")
     os.environ["TPF_JIT_CACHE"] = str(folder / "objects")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if not kept:
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

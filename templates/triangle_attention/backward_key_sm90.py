@@ -238,7 +238,7 @@ class TriangleAttentionBackwardKeySm90:
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
             pipe_kv.consumer_wait(kv_state)
-            for j in cutlass.range(query_tiles, unroll=1):
+            for _ in cutlass.range(query_tiles, unroll=1):
                 # S^T = K Q^T and dP^T = V dO^T
                 pipe_q.consumer_wait(state)
                 self.product(score, acc_S, tSrK[None, None, None, wg], tSrQ[None, None, None, state.index], False)

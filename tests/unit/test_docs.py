@@ -12,6 +12,8 @@ import pytest
 import typer
 
 import tpf_jit
+from tpf_jit import records
+from tpf_jit.cli import records as cli_records
 from tpf_jit.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,23 @@ def test_python_blocks_parse_and_use_public_names() -> None:
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tpf_jit":
                     assert node.attr in tpf_jit.__all__, f"{path.name} uses tpf_jit.{node.attr}"
+
+
+def test_figures_in_the_readme_are_the_generated_ones() -> None:
+    """`tpf-jit records table --update README.md` writes them; nothing is typed, and nothing stale stays."""
+    expected = records.table().strip() or cli_records.NONE_CURRENT
+    assert cli_records.marked(README.read_text(encoding="utf-8")) == expected
+
+
+def test_no_figures_outside_the_generated_tables() -> None:
+    """A time or a factor in prose would not be checked against any record."""
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        if path == README:
+            text = text.replace(cli_records.marked(text), "")
+        if path.name != "kernel-forward.md":
+            found = re.findall(r"\b\d+(?:\.\d+)? ?(?:ms|us|µs|TFLOP\S*|GB/s)\b|\b\d+(?:\.\d+)?x (?:faster|slower)\b", text)
+            assert not found, f"{path.name}: {found}"
 
 
 def test_lines_are_not_endless() -> None:

@@ -35,7 +35,7 @@ def test_space_is_legal_distinct_and_small(head_dim: int) -> None:
         (ForwardConfig(tile_n=40), "tile_n=40"),
         (ForwardConfig(tile_n=256, consumer_warpgroups=3), "registers"),
         (ForwardConfig(crop=384), "crop 384"),
-        (ForwardConfig(ctas_per_sm=2, consumer_warpgroups=1, tile_n=64, rows_per_cta=2, kv_stages=8, bias_stages=4), "shared memory"),
+        (ForwardConfig(64, consumer_warpgroups=1, rows_per_cta=2, ctas_per_sm=2, kv_stages=8, bias_stages=4), "shared memory"),
     ],
 )
 def test_rejections_name_the_limit(config: ForwardConfig, word: str) -> None:

@@ -101,6 +101,25 @@ def test_version_and_python_range() -> None:
     assert {"cu13", "dev", "bench"} <= set(metadata["optional-dependencies"])
 
 
+def test_tune_stays_callable_beside_its_subpackage() -> None:
+    """`tpf_jit.tune` is a function and a subpackage; whichever is imported first, both uses work."""
+    code = """
+import tpf_jit, tpf_jit.api
+calls = []
+tpf_jit.api.tune = lambda *arguments, **options: calls.append((arguments, options))
+if {first}:
+    tpf_jit.tune("before")
+import tpf_jit.tune.sweep as sweep
+from tpf_jit import tune
+tune("shape", budget_s=1)
+tpf_jit.tune("other")
+assert calls[-2:] == [(("shape",), {{"budget_s": 1}}), (("other",), {{}})], calls
+assert tpf_jit.tune.sweep is sweep
+"""
+    for first in (True, False):
+        subprocess.run([sys.executable, "-c", code.format(first=first)], cwd=ROOT, check=True)
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what builds read, so that the build leaves nothing in the checkout."""

@@ -56,9 +56,12 @@ def run(argv: list[str]) -> int:
     except TpfError as error:
         return _fail(error, 1)
     except BrokenPipeError:
-        # The reader (head, less) has what it wanted; point stdout elsewhere so that the flush at exit is silent too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_left()
+    except SystemExit as ending:
+        # Inside a command typer turns the same error into an exit with code 1.
+        if isinstance(ending.__context__, BrokenPipeError):
+            return _reader_left()
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except Exception as error:
@@ -67,6 +70,12 @@ def run(argv: list[str]) -> int:
             message = error.format_message()
             return _fail(message, error.exit_code) if message else error.exit_code
         raise
+
+
+def _reader_left() -> int:
+    """The reader (head, less) has what it wanted; stdout goes elsewhere so that the flush at exit is silent too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
 
 
 def _fail(error: object, code: int) -> int:
