@@ -14,6 +14,7 @@ nor the compiler:
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from .shape import TriangleAttentionShape, preset
 
 _checkout.install()
+
+if os.environ.get("TPF_JIT_LOG"):
+    import_module("._logging", __name__).configure(os.environ["TPF_JIT_LOG"])
 
 
 def __getattr__(name: str):

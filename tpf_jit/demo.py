@@ -91,13 +91,13 @@ def _tuned(result: Any) -> Part:
     return Part("tuned: the fastest configurations, each checked against FP64", columns, rows, result.summary(), best is not None)
 
 
-def _repeats(shape: TriangleAttentionShape) -> Part:
+def _repeats(shape: TriangleAttentionShape, device: str = "cuda") -> Part:
     import torch
 
     import tpf_jit
     from tpf_jit.templates.triangle_attention.inputs import make_inputs
 
-    made = make_inputs(shape, "cuda")
+    made = make_inputs(shape, device)
     with torch.no_grad():
         calls = [tpf_jit.triangle_attention(made.q, made.k, made.v, made.bias, made.mask) for _ in range(3)]
     equal = all(torch.equal(calls[0], other) for other in calls[1:])

@@ -53,6 +53,7 @@ from tpf_jit.templates.common.tma import (
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OFFSET_DROP = 8.0 * LN_2  # how far m may float below the row maximum; O and the sum stay within 2^8 of their usual size
+SUBTRACT_FIRST = 4096.0  # above, the rounding of m * log2 e would change P by more than 2^-12 of itself
 Q_ROWS = 64         # queries of one consumer warpgroup: the M of wgmma
 
 
@@ -362,6 +363,7 @@ class TriangleAttentionForwardSm90:
     def softmax_step(self, acc_S, acc_O, row_top, row_max, row_sum, r: cutlass.Constexpr):
         """acc_S becomes P = exp(S - m) in float32, with the floating offset m = max(tile maximum, row maximum - drop)."""
         scores, outs = rows_view(acc_S), rows_view(acc_O)
+        factor, offset = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(2):
             # Two chains a row halve the latency of the maximum.
             even, odd = scores[i, 0], scores[i, 1]
@@ -372,17 +374,27 @@ class TriangleAttentionForwardSm90:
             new = cute.arch.fmax(tile_top, top - OFFSET_DROP)
             # -inf: no key so far; the output and the sum are zero and any finite factor keeps them so.
             empty = new == -Float32.inf
-            factor = Float32(1.0) if empty else cute.math.exp2((old - new) * LOG2_E, fastmath=True)
-            offset = Float32(0.0) if empty else new * LOG2_E
+            factor[i] = Float32(1.0) if empty else cute.math.exp2((old - new) * LOG2_E, fastmath=True)
+            offset[i] = Float32(0.0) if empty else new
             row_top[2 * r + i], row_max[2 * r + i] = top, new
             for n in cutlass.range_constexpr(self.tile_hdim // 4):
-                outs[i, n] *= factor
+                outs[i, n] *= factor[i]
+        # P = exp2(S * log2 e - m * log2 e) is one FMA, off by the rounding of m * log2 e: a common factor of the row, but up to
+        # 2^64 for a row of additive masks of -1e9. There m is subtracted first.
+        largest = cute.arch.fmax(cute.arch.fmax(offset[0], -offset[0]), cute.arch.fmax(offset[1], -offset[1]))
+        if cute.arch.vote_any_sync(largest > SUBTRACT_FIRST):
+            for i in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(self.tile_n // 4):
+                    scores[i, n] -= offset[i]
+                offset[i] = Float32(0.0)
+        for i in cutlass.range_constexpr(2):
+            scaled = offset[i] * LOG2_E
             for n in cutlass.range_constexpr(self.tile_n // 4):
-                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - offset, fastmath=True)
+                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - scaled, fastmath=True)
             even, odd = scores[i, 0], scores[i, 1]
             for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
                 even, odd = even + scores[i, n], odd + scores[i, n + 1]
-            row_sum[2 * r + i] = row_sum[2 * r + i] * factor + (even + odd)
+            row_sum[2 * r + i] = row_sum[2 * r + i] * factor[i] + (even + odd)
 
     # ---- device: epilogue ---------------------------------------------------------------------------------------
     @cute.jit

@@ -18,7 +18,7 @@ from tpf_jit.templates.triangle_attention.inputs import Inputs, make_inputs
 
 ROUNDING = {"bfloat16": 1.66e-3, "float16": 2.08e-4}
 """Relative RMS error of rounding a tensor to the dtype."""
-OUT_BOUND = {"bfloat16": 2.1e-3, "float16": 2.7e-4}
+OUT_BOUND = {"bfloat16": 2.1e-3, "float16": 2.95e-4}
 """Of the output: its own rounding, and that of P as an operand of the second product."""
 COMPENSATED_BOUND = {"bfloat16": 1.3e-3, "float16": 1.9e-4}
 """Of output + residual, which leaves only P's rounding."""

@@ -119,7 +119,7 @@ def test_eight_processes_tune_and_dispatch_at_once(private_state):
     with TuningStore() as store:
         finals = [row for row in store.trials() if row.grade == "final"]
         assert store.leases() == []
-    # One process ran the shoot-out: of the eight best by time, and of those that are among the eight by their relative score only.
+    # One process ran the shoot-out: of the eight best by time, and of those that are among the eight by relative score only.
     assert len({row.session for row in finals}) == 1
     assert len({canonical_json(row.config) for row in finals}) == len(finals) and 8 <= len(finals) <= 16
 

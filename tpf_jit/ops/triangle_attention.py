@@ -92,7 +92,8 @@ def triangle_attention(
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:
     kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    # Not torch.amp.is_autocast_available: torch 2.11 cannot trace it under fullgraph.
+    if kind in ("cuda", "cpu", "xpu") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
 
