@@ -19,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--state", help="folder for the tests' database and objects, kept afterwards (default: a temporary one)")
+    parser.addoption("--record", help="folder for a record of what the GPU tests saw (default: none is kept)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
