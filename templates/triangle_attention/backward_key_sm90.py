@@ -39,6 +39,7 @@ from tpf_jit.templates.common.tma import (
     one_stage,
     partition,
     producer_state,
+    release_after_reads,
     smem_area,
     smem_tensor,
     tile_bytes,
@@ -257,7 +258,7 @@ class TriangleAttentionBackwardKeySm90:
                 self.product(grad, acc_dK, rdS, tGrQ[None, None, None, state.index], True)
                 warpgroup.wait_group(0)
                 pipe_do.consumer_release(state)
-                pipe_q.consumer_release(state)
+                release_after_reads(pipe_q, state)
                 state.advance()
             pipe_kv.consumer_release(kv_state)
             kv_state.advance()

@@ -40,6 +40,7 @@ from tpf_jit.templates.common.tma import (
     one_stage,
     partition,
     producer_state,
+    release_after_reads,
     smem_area,
     smem_tensor,
     tile_bytes,
@@ -292,9 +293,10 @@ class TriangleAttentionBackwardQuerySm90:
                                 k_done.advance()
                         add_bias(acc_S, sB[None, None, b_state.index * self.warpgroups + wg], score, scale, tidx, False)
                         if const_expr(r == self.rows - 1):
-                            pipe_b.consumer_release(b_state)
+                            release_after_reads(pipe_b, b_state)
                         if const_expr(self.has_mask):
                             apply_key_mask(acc_S, sM[0, None, k_state.index], tidx)
+                            cute.arch.fence_view_async_shared()  # the mask is read; its stage goes back with K, a step later
                         if (j + 1) * self.tile_n > crop:
                             mask_tail(acc_S, crop - j * self.tile_n, tidx)
                         k_state.advance()

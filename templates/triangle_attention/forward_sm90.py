@@ -44,6 +44,7 @@ from tpf_jit.templates.common.tma import (
     one_stage,
     partition,
     producer_state,
+    release_after_reads,
     smem_area,
     smem_tensor,
     tile_bytes,
@@ -326,14 +327,17 @@ class TriangleAttentionForwardSm90:
                             pipe_v.consumer_release(v_done)
                             v_done.advance()
                     add_bias(acc_S, sB_tile, mma_qk, scale, tidx, False)
-                    if const_expr(r == self.rows - 1):
-                        pipe_b.consumer_release(b_state)
                     if const_expr(self.has_mask):
                         apply_key_mask(acc_S, sM[0, None, k_state.index], tidx)
                     if const_expr(self.crop == 0 or self.crop % self.tile_n != 0):
                         if (j + 1) * self.tile_n > crop:
                             mask_tail(acc_S, crop - j * self.tile_n, tidx)
-                    pipe_k.consumer_release(k_state)
+                    if const_expr(r == self.rows - 1):
+                        release_after_reads(pipe_b, b_state)
+                    if const_expr(self.has_mask):
+                        release_after_reads(pipe_k, k_state)
+                    else:
+                        pipe_k.consumer_release(k_state)
                     k_state.advance()
                     # 2. softmax
                     self.softmax_step(acc_S, acc_O, row_top, row_max, row_sum, r)
