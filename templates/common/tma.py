@@ -114,8 +114,8 @@ class SymbolicOperands:
         return self.tensor(Float32, (self.batch, self.rows, self.heads, self.crop), 1)
 
     def stats(self):
-        """(B, I, H, 2, Nstat) float32."""
-        return self.tensor(Float32, (self.batch, self.rows, self.heads, 2, cute.sym_int(divisibility=4)), 4)
+        """(B, I, H, 3, Nstat) float32."""
+        return self.tensor(Float32, (self.batch, self.rows, self.heads, 3, cute.sym_int(divisibility=256)), 4)
 
     @staticmethod
     def stream():

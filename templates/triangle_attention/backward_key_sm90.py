@@ -7,8 +7,7 @@ Layouts (5-d tensors through TMA with the caller's strides):
     q, k, v, dout, dk, dv   (B, I, H, N, D)        16-bit
     bias                    (B, H, N, N)           16-bit or float32
     mask                    (B, I, Npad)           float32, natural log units
-    stats                   (B, I, H, 2, Nstat)    float32: LSE * log2 e and delta, Nstat >= N rounded up to tile_m; LSE is +inf
-                                                   where there is no query or the row has no key, so that P is exactly zero there
+    stats                   (B, I, H, 3, Nstat)    float32, Nstat >= N rounded up to tile_m, see backward_stats_sm90.py
 
 One task is (b, i, h, 64 * W keys). Everything is computed transposed, keys as the rows of the MMA: S^T = K Q^T and
 dP^T = V dO^T give P^T and dS^T in registers in exactly the layout in which they are the A operands of dV += P^T dO and
@@ -29,7 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.scores import add_bias
+from tpf_jit.templates.common.scores import add_bias, apply_key_mask
 from tpf_jit.templates.common.tma import (
     SymbolicOperands,
     bias_matrix_first,
@@ -47,6 +46,7 @@ from tpf_jit.templates.common.tma import (
 )
 
 LOG2_E = math.log2(math.e)
+STAT_PLANES = 3
 KEY_ROWS = 64  # keys of one consumer warpgroup: the M of wgmma
 
 
@@ -87,7 +87,7 @@ class TriangleAttentionBackwardKeySm90:
             bar_kv: cute.struct.MemRange[Int64, 2]
             bar_q: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_do: cute.struct.MemRange[Int64, 2 * self.stages]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.tile_m * self.stages], 128]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, STAT_PLANES * self.tile_m * self.stages], 128]
             k: smem_area(self.dtype, self.kv_layout)
             v: smem_area(self.dtype, self.kv_layout)
             q: smem_area(self.dtype, self.q_layout)
@@ -116,7 +116,7 @@ class TriangleAttentionBackwardKeySm90:
             atom(load, matrix_first(mQ), one_stage(self.q_layout), queries),
             atom(load, matrix_first(mdO), one_stage(self.q_layout), queries),
             atom(load, bias_matrix_first(mBias), one_stage(self.b_layout), (self.tile_m, KEY_ROWS)),
-            atom(load, matrix_first(mStats), cute.make_layout((2, self.tile_m), stride=(self.tile_m, 1)), (2, self.tile_m)),
+            atom(load, matrix_first(mStats), cute.make_layout((STAT_PLANES, self.tile_m), stride=(self.tile_m, 1)), (STAT_PLANES, self.tile_m)),
         )
         stores = tuple(atom(store, matrix_first(t), one_stage(self.o_layout), keys) for t in (mdK, mdV))
         batch, rows, heads, crop = mQ.shape[0], mQ.shape[1], mQ.shape[2], mQ.shape[3]
@@ -142,13 +142,16 @@ class TriangleAttentionBackwardKeySm90:
         sK, sV = smem_tensor(sm.k, self.kv_layout), smem_tensor(sm.v, self.kv_layout)
         sQ, sdO, sB = smem_tensor(sm.q, self.q_layout), smem_tensor(sm.do, self.q_layout), smem_tensor(sm.b, self.b_layout)
         sQt, sdOt, sO = smem_tensor(sm.q, self.qt_layout), smem_tensor(sm.do, self.qt_layout), smem_tensor(sm.o, self.o_layout)
-        sStats = sm.stats.get_tensor(cute.make_layout((2, self.tile_m, self.stages), stride=(self.tile_m, 1, 2 * self.tile_m)))
+        stats_layout = cute.make_layout(
+            (STAT_PLANES, self.tile_m, self.stages), stride=(self.tile_m, 1, STAT_PLANES * self.tile_m)
+        )
+        sStats = sm.stats.get_tensor(stats_layout)
 
         warps, q_bytes = 4 * self.warpgroups, tile_bytes(self.q_layout, self.dtype)
         pipe_kv = tma_ring(sm.bar_kv, 1, 2 * self.warpgroups * tile_bytes(self.kv_layout, self.dtype), warps)
         # Q, bias and statistics arrive together, dO (needed later in a step) alone.
         bias_bytes = self.warpgroups * tile_bytes(self.b_layout, self.bias_dtype)
-        pipe_q = tma_ring(sm.bar_q, self.stages, q_bytes + bias_bytes + 8 * self.tile_m, warps)
+        pipe_q = tma_ring(sm.bar_q, self.stages, q_bytes + bias_bytes + 4 * STAT_PLANES * self.tile_m, warps)
         pipe_do = tma_ring(sm.bar_do, self.stages, q_bytes, warps, last=True)
         query_tiles = cute.ceil_div(crop, self.tile_m)
         if warp_idx < 4:
@@ -181,7 +184,7 @@ class TriangleAttentionBackwardKeySm90:
         tQs, tQg = partition(tma_q, sQ, gQ, queries, rest)
         tOs, tOg = partition(tma_do, sdO, gdO, queries, rest)
         tBs, tBg = partition(tma_b, sB, gB, (self.tile_m, KEY_ROWS), (None, None, None, None))
-        tSs, tSg = partition(tma_s, sStats, gS, (2, self.tile_m), (0, None, None, None, None))
+        tSs, tSg = partition(tma_s, sStats, gS, (STAT_PLANES, self.tile_m), (0, None, None, None, None))
         kv_state, state = producer_state(1), producer_state(self.stages)
         for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
             key_block, head, row, batch = self.decode(task, heads, rows, key_blocks)
@@ -246,8 +249,8 @@ class TriangleAttentionBackwardKeySm90:
                 pipe_do.consumer_wait(state)
                 self.product(score, acc_dP, tSrV[None, None, None, wg], tSrdO[None, None, None, state.index], False)
                 warpgroup.wait_group(1)
-                s_bias, s_lse2 = sB[None, None, state.index * self.warpgroups + wg], sStats[0, None, state.index]
-                self.probabilities(acc_S, s_bias, s_lse2, key_mask, scale, tidx)
+                add_bias(acc_S, sB[None, None, state.index * self.warpgroups + wg], score, scale, tidx, True)
+                self.probabilities(acc_S, sStats[0, None, state.index], sStats[2, None, state.index], key_mask, tidx)
                 rP.store(cute.make_tensor(acc_S.iterator, rP.layout).load().to(self.dtype))
                 warpgroup.wait_group(0)
                 # dV += P^T dO
@@ -281,18 +284,19 @@ class TriangleAttentionBackwardKeySm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def probabilities(self, acc_S, s_bias, s_lse2, key_mask, scale: Float32, tidx: Int32):
-        """acc_S (keys x queries) becomes P^T: logits as the forward rounds them, exp2 against the saved LSE."""
-        add_bias(acc_S, s_bias, self.mma_score, scale, tidx, True)
+    def probabilities(self, acc_S, s_lse2, s_shift, key_mask, tidx: Int32):
+        """acc_S (keys x queries), logits as the forward rounds them, becomes P^T against the saved LSE."""
         scores = rows_view(acc_S)
+        if const_expr(self.has_mask):
+            for i in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(self.tile_m // 4):
+                    # A select, not a sum: NaN in an excluded key must not spread.
+                    scores[i, n] = -Float32.inf if key_mask[i] == -Float32.inf else scores[i, n] + key_mask[i]
+        apply_key_mask(acc_S, s_shift, tidx)  # subtracts the LSE first where it is huge; usually one vote
         for n in cutlass.range_constexpr(self.tile_m // 4):
             lse2 = s_lse2[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
             for i in cutlass.range_constexpr(2):
-                x = scores[i, n]
-                if const_expr(self.has_mask):
-                    # A select, not a sum: NaN in an excluded key must not spread.
-                    x = -Float32.inf if key_mask[i] == -Float32.inf else x + key_mask[i]
-                scores[i, n] = cute.math.exp2(x * LOG2_E - lse2, fastmath=True)
+                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - lse2, fastmath=True)
 
     @cute.jit
     def score_gradient(self, acc_P, acc_dP, sDelta, tidx: Int32):

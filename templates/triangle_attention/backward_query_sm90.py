@@ -7,7 +7,7 @@ Layouts (5-d tensors through TMA with the caller's strides):
     q, k, v, dout, dq       (B, I, H, N, D)         16-bit
     bias                    (B, H, N, N)            16-bit or float32
     mask                    (B, I, Npad)            float32, natural log units
-    stats                   (B, I, H, 2, Nstat)     float32: LSE * log2 e (+inf where the row has no key) and delta
+    stats                   (B, I, H, 3, Nstat)     float32, see backward_stats_sm90.py
     dbias                   (slabs, B, H, N, Nb)    float32, Nb >= N a multiple of 4; summed over the slabs by the caller
 
 One task is (b, h, 64 * W queries, slab): a CTA keeps its queries and takes the rows of its slab in order, R at a time. For
@@ -49,6 +49,7 @@ from tpf_jit.templates.common.tma import (
 
 LOG2_E = math.log2(math.e)
 Q_ROWS = 64  # queries of one consumer warpgroup: the M of wgmma
+STATS_TILE = (3, Q_ROWS)
 
 
 class TriangleAttentionBackwardQuerySm90:
@@ -95,6 +96,7 @@ class TriangleAttentionBackwardQuerySm90:
             bar_v: cute.struct.MemRange[Int64, 2 * self.kv_stages]
             bar_b: cute.struct.MemRange[Int64, 2 * self.bias_stages]
             mask: cute.struct.Align[cute.struct.MemRange[Float32, mask_floats], 128]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, STATS_TILE[0] * Q_ROWS * self.q_tiles], 128]
             q: smem_area(self.dtype, self.q_layout)
             do: smem_area(self.dtype, self.q_layout)
             k: smem_area(self.dtype, self.k_layout)
@@ -124,6 +126,7 @@ class TriangleAttentionBackwardQuerySm90:
             atom(load, matrix_first(mdO), one_stage(self.q_layout), queries),
             atom(load, matrix_first(mK), k_one, keys), atom(load, matrix_first(mV), k_one, keys),
             atom(load, bias_matrix_first(mBias), one_stage(self.b_layout), (Q_ROWS, self.tile_n)),
+            atom(load, matrix_first(mStats), cute.make_layout(STATS_TILE, stride=(Q_ROWS, 1)), STATS_TILE),
         )
         if const_expr(self.has_mask):
             m = cute.make_tensor(
@@ -139,7 +142,7 @@ class TriangleAttentionBackwardQuerySm90:
         q_blocks = cute.ceil_div(crop, self.task_queries)
         groups = cute.ceil_div(rows, self.rows)
         tasks = q_blocks * heads * slabs * batch
-        self.kernel(loads, stores, mStats, scale, crop, heads, rows, q_blocks, groups, slabs, tasks).launch(
+        self.kernel(loads, stores, scale, crop, heads, rows, q_blocks, groups, slabs, tasks).launch(
             grid=(cutlass.min(tasks, num_ctas * self.ctas_per_sm), 1, 1), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100,
         )
@@ -147,7 +150,7 @@ class TriangleAttentionBackwardQuerySm90:
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
     def kernel(
-        self, loads, stores, mStats: cute.Tensor, scale: Float32, crop: Int32, heads: Int32, rows: Int32,
+        self, loads, stores, scale: Float32, crop: Int32, heads: Int32, rows: Int32,
         q_blocks: Int32, groups: Int32, slabs: Int32, tasks: Int32,
     ):
         self._setup()
@@ -165,8 +168,11 @@ class TriangleAttentionBackwardQuerySm90:
         if const_expr(self.has_dbias):
             sdB = smem_tensor(sm.db, self.db_layout)
 
+        sStats = sm.stats.get_tensor(cute.make_layout((*STATS_TILE, self.q_tiles), stride=(Q_ROWS, 1, STATS_TILE[0] * Q_ROWS)))
+
         warps, kv_bytes = 4 * self.warpgroups, tile_bytes(self.k_layout, self.dtype)
-        pipe_q = tma_ring(sm.bar_q, 1, 2 * self.q_tiles * tile_bytes(self.q_layout, self.dtype), warps)
+        query_bytes = 2 * tile_bytes(self.q_layout, self.dtype) + 4 * STATS_TILE[0] * Q_ROWS
+        pipe_q = tma_ring(sm.bar_q, 1, self.q_tiles * query_bytes, warps)
         pipe_k = tma_ring(sm.bar_k, self.kv_stages, kv_bytes + (4 * self.tile_n if self.has_mask else 0), warps)
         pipe_v = tma_ring(sm.bar_v, self.kv_stages, kv_bytes, warps)
         bias_bytes = self.warpgroups * tile_bytes(self.b_layout, self.bias_dtype)
@@ -175,10 +181,10 @@ class TriangleAttentionBackwardQuerySm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(pipes, loads, (sQ, sdO, sK, sV, sB, sM), sizes)
+                self.load(pipes, loads, (sQ, sdO, sK, sV, sB, sStats, sM), sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.mma(pipes, stores, (sQ, sdO, sK, sV, sKt, sB, sM, sdB, sO), mStats, scale, sizes)
+            self.mma(pipes, stores, (sQ, sdO, sK, sV, sKt, sB, sStats, sM, sdB, sO), scale, sizes)
 
     @cute.jit
     def decode(self, task: Int32, heads: Int32, q_blocks: Int32, slabs: Int32):
@@ -192,18 +198,19 @@ class TriangleAttentionBackwardQuerySm90:
     def load(self, pipes, loads, tiles, sizes):
         pipe_q, pipe_k, pipe_v, pipe_b = pipes
         crop, heads, rows, q_blocks, groups, slabs, tasks = sizes
-        (tma_q, gQ), (tma_do, gdO), (tma_k, gK), (tma_v, gV), (tma_b, gB) = loads[:5]
-        sQ, sdO, sK, sV, sB, sM = tiles
+        (tma_q, gQ), (tma_do, gdO), (tma_k, gK), (tma_v, gV), (tma_b, gB), (tma_s, gS) = loads[:6]
+        sQ, sdO, sK, sV, sB, sStats, sM = tiles
         queries, keys, rest = (Q_ROWS, self.tile_hdim), (self.tile_n, self.tile_hdim), (None, 0, None, None, None)
         tQs, tQg = partition(tma_q, sQ, gQ, queries, rest)
         tOs, tOg = partition(tma_do, sdO, gdO, queries, rest)
         tKs, tKg = partition(tma_k, sK, gK, keys, rest)
         tVs, tVg = partition(tma_v, sV, gV, keys, rest)
         tBs, tBg = partition(tma_b, sB, gB, (Q_ROWS, self.tile_n), (None, None, None, None))
+        tSs, tSg = partition(tma_s, sStats, gS, STATS_TILE, (0, None, None, None, None))
         tma_m, tMs, tMg = None, None, None
         if const_expr(self.has_mask):
-            tma_m = loads[5][0]
-            tMs, tMg = partition(tma_m, sM, loads[5][1], (1, self.tile_n), (0, None, None, None))
+            tma_m = loads[6][0]
+            tMs, tMg = partition(tma_m, sM, loads[6][1], (1, self.tile_n), (0, None, None, None))
         q_state, b_state = producer_state(1), producer_state(self.bias_stages)
         k_state, v_state = producer_state(self.kv_stages), producer_state(self.kv_stages)
         key_tiles = cute.ceil_div(crop, self.tile_n)
@@ -218,6 +225,7 @@ class TriangleAttentionBackwardQuerySm90:
                         source, tile = (None, q_block * self.warpgroups + w, head, row0 + r, batch), r * self.warpgroups + w
                         cute.copy(tma_q, tQg[source], tQs[None, tile], tma_bar_ptr=bar)
                         cute.copy(tma_do, tOg[source], tOs[None, tile], tma_bar_ptr=bar)
+                        cute.copy(tma_s, tSg[source], tSs[None, tile], tma_bar_ptr=bar)
                 q_state.advance()
                 for j in cutlass.range(key_tiles, unroll=1):
                     pipe_b.producer_acquire(b_state)
@@ -245,10 +253,10 @@ class TriangleAttentionBackwardQuerySm90:
 
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
-    def mma(self, pipes, stores, tiles, mStats, scale, sizes):
+    def mma(self, pipes, stores, tiles, scale, sizes):
         pipe_q, pipe_k, pipe_v, pipe_b = pipes
         crop, heads, rows, q_blocks, groups, slabs, tasks = sizes
-        sQ, sdO, sK, sV, sKt, sB, sM, sdB, sO = tiles
+        sQ, sdO, sK, sV, sKt, sB, sStats, sM, sdB, sO = tiles
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         score, to_dq = self.mma_score, self.mma_dq
@@ -260,8 +268,6 @@ class TriangleAttentionBackwardQuerySm90:
         dq_shape = to_dq.partition_shape_C((Q_ROWS, self.tile_hdim))
         all_dQ = cute.make_rmem_tensor(self.rows * cute.size(dq_shape), Float32)
         rdS = to_dq.make_fragment_A(to_dq.partition_shape_A((Q_ROWS, self.tile_n)))
-        lse2 = cute.make_rmem_tensor(2 * self.rows, Float32)
-        delta = cute.make_rmem_tensor(2 * self.rows, Float32)
 
         q_state, b_state = consumer_state(1), consumer_state(self.bias_stages)
         k_state, v_state, k_done = (consumer_state(self.kv_stages) for _ in range(3))
@@ -271,7 +277,6 @@ class TriangleAttentionBackwardQuerySm90:
             q_tile = q_block * self.warpgroups + wg
             for group in cutlass.range(slab, groups, slabs, unroll=1):
                 row0 = group * self.rows
-                self.load_stats(mStats, lse2, delta, (batch, row0, head, q_tile * Q_ROWS), rows, crop, tidx)
                 all_dQ.fill(0.0)
                 pipe_q.consumer_wait(q_state)
                 for j in cutlass.range(key_tiles, unroll=1):
@@ -300,18 +305,19 @@ class TriangleAttentionBackwardQuerySm90:
                         if (j + 1) * self.tile_n > crop:
                             mask_tail(acc_S, crop - j * self.tile_n, tidx)
                         k_state.advance()
-                        self.exponentiate(acc_S, lse2, r)
+                        s_stats = sStats[None, None, a_tile]
+                        self.exponentiate(acc_S, s_stats, row0 + r < rows, tidx)
                         warpgroup.wait_group(0)
                         pipe_v.consumer_release(v_state)
                         v_state.advance()
-                        self.score_gradient(acc_S, acc_dP, acc_dB, delta, r)
+                        self.score_gradient(acc_S, acc_dP, acc_dB, s_stats, tidx, r)
                         rdS.store(cute.make_tensor(acc_dP.iterator, rdS.layout).load().to(self.dtype))
                         # dQ += dS K, in flight during the next step
                         self.product(to_dq, stacked(all_dQ, r, dq_shape), rdS, tGrK[None, None, None, self.before(k_state)], True)
                     b_state.advance()
                     if const_expr(self.has_dbias):
                         self.store_dbias(acc_dB, stores, sdB, (q_tile, j, head, batch, slab), group == slab, wg, tidx)
-                pipe_q.consumer_release(q_state)
+                release_after_reads(pipe_q, q_state)
                 q_state.advance()
                 warpgroup.wait_group(0)
                 pipe_k.consumer_release(k_done)
@@ -343,34 +349,28 @@ class TriangleAttentionBackwardQuerySm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def load_stats(self, mStats, lse2, delta, origin, rows: Int32, crop: Int32, tidx: Int32):
-        """This thread's two queries of each row; queries and rows that do not exist get P = 0."""
-        batch, row0, head, query0 = origin
-        first = query0 + (tidx // 32) * 16 + (tidx % 32) // 4
-        for r in cutlass.range_constexpr(self.rows):
-            for i in cutlass.range_constexpr(2):
-                lse2[2 * r + i] = Float32.inf
-                delta[2 * r + i] = Float32(0.0)
-                if first + 8 * i < crop:
-                    if row0 + r < rows:
-                        lse2[2 * r + i] = mStats[batch, row0 + r, head, 0, first + 8 * i]
-                        delta[2 * r + i] = mStats[batch, row0 + r, head, 1, first + 8 * i]
-
-    @cute.jit
-    def exponentiate(self, acc_S, lse2, r: cutlass.Constexpr):
-        """acc_S becomes P against the saved LSE."""
+    def exponentiate(self, acc_S, s_stats, row_exists, tidx: Int32):
+        """acc_S becomes P against the saved LSE, which is subtracted first where it is huge; 0 for a row that does not exist."""
         scores = rows_view(acc_S)
+        first = (tidx // 32) * 16 + (tidx % 32) // 4
+        shift = [s_stats[2, first + 8 * i] for i in range(2)]
+        if cute.arch.vote_any_sync((shift[0] != 0.0) | (shift[1] != 0.0)):
+            for i in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(self.tile_n // 4):
+                    scores[i, n] += shift[i]
         for i in cutlass.range_constexpr(2):
+            lse2 = s_stats[0, first + 8 * i] if row_exists else Float32.inf
             for n in cutlass.range_constexpr(self.tile_n // 4):
-                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - lse2[2 * r + i], fastmath=True)
+                scores[i, n] = cute.math.exp2(scores[i, n] * LOG2_E - lse2, fastmath=True)
 
     @cute.jit
-    def score_gradient(self, acc_P, acc_dP, acc_dB, delta, r: cutlass.Constexpr):
+    def score_gradient(self, acc_P, acc_dP, acc_dB, s_stats, tidx: Int32, r: cutlass.Constexpr):
         """acc_dP becomes dS = P * (dP - delta); acc_dB sums it over the rows of this group."""
         p, dp, db = rows_view(acc_P), rows_view(acc_dP), rows_view(acc_dB)
         for i in cutlass.range_constexpr(2):
+            delta = s_stats[1, (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * i]
             for n in cutlass.range_constexpr(self.tile_n // 4):
-                ds = p[i, n] * (dp[i, n] - delta[2 * r + i])
+                ds = p[i, n] * (dp[i, n] - delta)
                 dp[i, n] = ds
                 if const_expr(self.has_dbias):
                     db[i, n] = ds if const_expr(r == 0) else db[i, n] + ds

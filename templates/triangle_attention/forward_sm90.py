@@ -5,6 +5,8 @@ Layouts (all 5-d tensors are read and written through TMA, any strides that are 
     bias                     (B, H, N, N)      16-bit or float32, shared by all I rows
     mask                     (B, I, Npad)      float32, added to the scores (natural log units), -inf excludes a key
     lse                      (B, I, H, N)      float32, natural logarithm
+    lse_low                  (B, I, H, N)      float32, with the residual: what rounding lost of the LSE (rows full of additive
+                                               masks of -1e9 have LSE -1e9 + ln N, of which float32 keeps -1e9)
 
 One task is (b, h, 64 * W queries, R rows): a CTA keeps R rows of queries in shared memory and walks the keys in tiles
 of tile_n; every bias tile it loads serves all R rows. Persistent grid, static round-robin over the tasks.
@@ -124,6 +126,7 @@ class TriangleAttentionForwardSm90:
         mO: cute.Tensor,  # (B, I, H, N, D)
         mR: cute.Tensor | None,  # (B, I, H, N, D)
         mLSE: cute.Tensor,  # (B, I, H, N) float32
+        mLow: cute.Tensor | None,  # (B, I, H, N) float32
         scale: Float32,
         num_ctas: Int32,
         stream: cuda.CUstream,
@@ -154,7 +157,7 @@ class TriangleAttentionForwardSm90:
         tasks = q_blocks * heads * row_groups * batch
         grid = cutlass.min(tasks, num_ctas * self.ctas_per_sm)
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, tma_b, gB, tma_m, gM, tma_o, gO, tma_r, gR, mLSE,
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_b, gB, tma_m, gM, tma_o, gO, tma_r, gR, mLSE, mLow,
             scale, crop, heads, rows, q_blocks, row_groups, tasks,
         ).launch(
             grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream,
@@ -169,7 +172,7 @@ class TriangleAttentionForwardSm90:
         tma_v: cute.CopyAtom, gV: cute.Tensor, tma_b: cute.CopyAtom, gB: cute.Tensor,
         tma_m: cute.CopyAtom | None, gM: cute.Tensor | None,
         tma_o: cute.CopyAtom, gO: cute.Tensor, tma_r: cute.CopyAtom | None, gR: cute.Tensor | None,
-        mLSE: cute.Tensor, scale: Float32, crop: Int32, heads: Int32, rows: Int32,
+        mLSE: cute.Tensor, mLow: cute.Tensor | None, scale: Float32, crop: Int32, heads: Int32, rows: Int32,
         q_blocks: Int32, row_groups: Int32, tasks: Int32,
     ):
         self._setup()
@@ -206,7 +209,7 @@ class TriangleAttentionForwardSm90:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.mma(
-                pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE,
+                pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE, mLow,
                 scale, crop, heads, rows, q_blocks, row_groups, tasks, key_tiles,
             )
 
@@ -278,7 +281,7 @@ class TriangleAttentionForwardSm90:
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
     def mma(
-        self, pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE,
+        self, pipe_q, pipe_k, pipe_v, pipe_b, sQ, sK, sVt, sB, sM, sO, tma_o, gO, tma_r, gR, mLSE, mLow,
         scale, crop, heads, rows, q_blocks, row_groups, tasks, key_tiles,
     ):
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
@@ -357,7 +360,7 @@ class TriangleAttentionForwardSm90:
             v_done.advance()
             for r in cutlass.range_constexpr(self.rows):
                 self.epilogue(
-                    stacked(all_O, r, o_shape), row_max, row_sum, r, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+                    stacked(all_O, r, o_shape), row_max, row_sum, r, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE, mLow,
                     (q_block, head, row_group * self.rows + r, batch), crop, rows,
                 )
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
@@ -403,7 +406,7 @@ class TriangleAttentionForwardSm90:
     # ---- device: epilogue ---------------------------------------------------------------------------------------
     @cute.jit
     def epilogue(
-        self, acc_O, row_max, row_sum, r: cutlass.Constexpr, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE,
+        self, acc_O, row_max, row_sum, r: cutlass.Constexpr, tidx, wg, sO, tma_o, gO, tma_r, gR, mLSE, mLow,
         coord, crop, rows,
     ):
         q_block, head, row, batch = coord
@@ -413,11 +416,15 @@ class TriangleAttentionForwardSm90:
             total, m = cute.arch.warp_reduction_sum(row_sum[2 * r + i], threads_in_group=4), row_max[2 * r + i]
             empty = total == 0.0  # no key left: zeros and LSE -inf
             norm = Float32(0.0) if empty else cute.math.rcp(total)
-            lse = -Float32.inf if empty else m + cute.math.log2(total) * LN_2
+            log_sum = cute.math.log2(total) * LN_2
+            lse = -Float32.inf if empty else m + log_sum
+            low = Float32(0.0) if empty else (m - lse) + log_sum
             if tidx % 4 == 0:
                 if query0 + 8 * i < crop:
                     if row < rows:
                         mLSE[batch, row, head, query0 + 8 * i] = lse
+                        if const_expr(self.has_residual):
+                            mLow[batch, row, head, query0 + 8 * i] = low
             for n in cutlass.range_constexpr(self.tile_hdim // 4):
                 outs[i, n] *= norm
         rounded = cute.make_rmem_tensor(acc_O.shape, self.dtype)
@@ -434,8 +441,8 @@ def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic shapes; returns the DSL's compiled function."""
     x = SymbolicOperands(variant, config.crop)
     kernel = TriangleAttentionForwardSm90(variant, config, registers)
-    residual = x.wide() if variant["residual"] else None
+    residual, low = (x.wide(), x.lse()) if variant["residual"] else (None, None)
     return cute.compile(
-        kernel, x.wide(), x.wide(), x.wide(), x.bias(), x.mask(), x.wide(), residual, x.lse(), Float32(1.0), Int32(1), x.stream(),
-        options=options,
+        kernel, x.wide(), x.wide(), x.wide(), x.bias(), x.mask(), x.wide(), residual, x.lse(), low,
+        Float32(1.0), Int32(1), x.stream(), options=options,
     )
