@@ -172,7 +172,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Absolute names that may be imported by a module; for ``from a import b`` both ``a`` and ``a.b``."""
+    """Absolute names that may be imported by a module; for ``from a import b`` also ``a.b``, and ``a`` only if some ``b`` is no
+    submodule: a package that merely lists its templates is not part of each of them."""
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
@@ -182,8 +183,10 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            yield from names
+            if not all(_locate(name)[0] for name in names):
+                yield base
         stack.extend(ast.iter_child_nodes(node))
 
 

@@ -254,11 +254,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+def test_a_package_counts_only_for_what_it_defines(package: Path) -> None:
+    (package / "other.py").write_text("from .device import D")
+    names = [name for name, _ in sources.closure("pkg_under_test.other")]
+    assert names == ["pkg_under_test.device", "pkg_under_test.other"]
+
+
 def test_the_closure_holds_what_build_imports_and_nothing_else(package: Path) -> None:
     names = [name for name, _ in sources.closure("pkg_under_test.main")]
     assert names == [
-        "pkg_under_test",
-        "pkg_under_test.device",
         "pkg_under_test.device.helper",
         "pkg_under_test.device.kernel",
         "pkg_under_test.main",
