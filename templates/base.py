@@ -60,7 +60,8 @@ class Resources:
 class Workload(Protocol):
     """Inputs, launch, reference and error bounds of one problem on one device: what tuner, tests and benches run.
 
-    Made by `Template.workload`. Tensors live on the device the workload was made for.
+    Made by `Template.workload`. Tensors live on the device the workload was made for. Where the launch arguments depend on the
+    configuration, a workload also has `configure(config)`, called before `prepare` and `run` of a kernel of that configuration.
     """
 
     bytes_per_set: int
@@ -134,7 +135,7 @@ class Template(ABC):
     op: ClassVar[str]
     """Operation, e.g. ``triangle_attention``; equals the `op` of the shapes it takes."""
     direction: ClassVar[str] = "forward"
-    """``forward`` or ``backward``."""
+    """``forward``, ``backward_key`` and so on: what the kernel computes of the operation."""
     arch: ClassVar[str] = "sm_90a"
     """Target architecture as the compiler spells it."""
     Config: ClassVar[type]

@@ -9,6 +9,7 @@ nor the compiler:
     explain(...)                which kernel a shape gets, and why
     tune(shape, ...)            measure configurations on this GPU and keep the evidence
     warmup(shapes)              load everything before training or a CUDA graph capture
+    residual_compensation(on)   whether training keeps what rounding took from the output
     TriangleAttentionShape      one problem; ``preset(name)`` gives those of a model
 """
 
@@ -30,6 +31,7 @@ _EXPORTS = {
     "explain": "api",
     "is_supported": "api",
     "preset": "shape",
+    "residual_compensation": "api",
     "triangle_attention": "api",
     "tune": "api",
     "warmup": "api",
@@ -38,7 +40,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from .api import compile, explain, is_supported, triangle_attention, tune, warmup
+    from .api import compile, explain, is_supported, residual_compensation, triangle_attention, tune, warmup
     from .shape import TriangleAttentionShape, preset
 
 _checkout.install()

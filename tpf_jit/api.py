@@ -19,14 +19,20 @@ from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
 from tpf_jit.explanation import Explanation, explain_kernel
-from tpf_jit.ops import routing
-from tpf_jit.ops.triangle_attention import inspect_call, run_kernel, triangle_attention
+from tpf_jit.ops import launch, routing, settings
+from tpf_jit.ops.launch import run_kernel
+from tpf_jit.ops.plans import inspect_call
+from tpf_jit.ops.settings import residual_compensation
+from tpf_jit.ops.triangle_attention import triangle_attention
 from tpf_jit.pool import CompilePool
 from tpf_jit.shape import TriangleAttentionShape, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import config_from_dict
 
-__all__ = ["CompiledKernel", "Explanation", "compile", "explain", "is_supported", "triangle_attention", "tune", "warmup"]
+__all__ = [
+    "CompiledKernel", "Explanation", "compile", "explain", "is_supported", "residual_compensation", "triangle_attention", "tune",
+    "warmup",
+]  # fmt: skip
 
 DEFAULT_ARCH = "sm_90a"
 TAKEN = "a compiled kernel takes it"
@@ -150,13 +156,18 @@ def compile(
     return compiled[0] if single else compiled
 
 
-def warmup(problem: Any, residual: bool = False, workers: int | None = None) -> list[CompiledKernel]:
+def warmup(
+    problem: Any, residual: bool = False, workers: int | None = None, training: bool = False
+) -> list[CompiledKernel]:
     """Compile, load and once launch the kernels of all shapes, so that training and graph capture meet none that is cold.
 
     Args:
         problem: as for `compile`; warms what `triangle_attention` will use for these shapes on the current device.
         residual: the variant that also writes the output's rounding residual.
         workers: compile processes.
+        training: also what a training step runs for these shapes: the forward that keeps its roundings (unless
+            `residual_compensation` is off) and the backward's kernels. A step whose bias is frozen has a variant of its own,
+            which its first run compiles.
 
     Returns:
         The kernels. Where the current device runs none, a FallbackWarning says why, and the list is empty.
@@ -172,11 +183,13 @@ def warmup(problem: Any, residual: bool = False, workers: int | None = None) -> 
         routing.warn_once(here.reason)
         return []
     chosen = [_choose(shape, here.arch, None, None, residual) for shape in shapes]
+    if training:
+        chosen += [kernel for shape in shapes for kernel in _of_training(shape)]
     if torch.cuda.is_current_stream_capturing():
         raise ColdKernelInCapture("warmup launches kernels, and the current stream is being captured; call it before capturing")
     _build({kernel.spec for kernel in chosen if not kernel.is_loaded}, workers)
     for kernel in {kernel.spec: kernel for kernel in chosen}.values():
-        _launch_once(kernel, device, residual)
+        _launch_once(kernel, device)
     torch.cuda.synchronize(device)
     return [CompiledKernel(kernel) for kernel in chosen]
 
@@ -256,6 +269,16 @@ def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: 
     return kernel
 
 
+def _of_training(shape: Any) -> list[kernels.Kernel]:
+    """The kernels of a training step in which everything has a gradient; none for operations other than our own."""
+    if not isinstance(shape, TriangleAttentionShape):
+        return []
+    compensated = settings.compensates(shape.mask == "additive")
+    backward = launch.backward_variants(compensated, (True,) * 4)
+    wanted = [(routing.FORWARD, routing.FLAGS[compensated]), *((family, flags) for family, flags, _ in backward)]
+    return [kernels.get_kernel(family, shape, flags) for family, flags in wanted]
+
+
 def _first_that_serves(shape: Any, op: str, direction: str, arch: str) -> Any:
     reasons = []
     for template in registry.templates(op, direction, arch):
@@ -287,7 +310,7 @@ def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
         raise failures[0]
 
 
-def _launch_once(kernel: kernels.Kernel, device: torch.device, residual: bool) -> None:
+def _launch_once(kernel: kernels.Kernel, device: torch.device) -> None:
     """Load a kernel and launch it on a small problem, as the driver loads code lazily, at the first launch."""
     shape = kernel.shape
     if isinstance(shape, TriangleAttentionShape):
@@ -295,6 +318,8 @@ def _launch_once(kernel: kernels.Kernel, device: torch.device, residual: bool) -
         shape = replace(shape, batch=1, rows=1, heads=1, crop=crop)
     with torch.cuda.device(device):
         workload = kernel.template.workload(shape, device)
-        if residual:
-            workload.residual = True
+        for flag in {"residual", "dbias"} & dict(kernel.spec.variant).keys():
+            setattr(workload, flag, dict(kernel.spec.variant)[flag])
+        if hasattr(workload, "configure"):
+            workload.configure(kernel.config)
         workload.prepare(kernel.function, workload.make_inputs(0))()

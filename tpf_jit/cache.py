@@ -76,16 +76,22 @@ class ObjectStore:
 
     @property
     def root(self) -> Path:
-        """The cache folder; it need not exist yet."""
+        """The cache folder; it need not exist yet. Raises OSError where it lies in a home folder that cannot be found."""
         chosen = self._chosen or os.environ.get("TPF_JIT_CACHE")
-        return Path(chosen).expanduser().absolute() if chosen else _platform_folder() / "objects"
+        try:
+            return Path(chosen).expanduser().absolute() if chosen else _platform_folder() / "objects"
+        except RuntimeError as error:
+            raise FileNotFoundError(errno.ENOENT, f"its place is unknown: {error}", chosen) from error
 
     def get(self, spec: KernelSpec) -> Path | None:
         """The verified object of a kernel, or None if there is none or it fails the check.
 
         Raises CacheUntrusted if others may write to the folder.
         """
-        root = self.root
+        try:
+            root = self.root
+        except OSError:
+            return None
         if not self._trusted(root):
             return None
         for path in self._paths(root, spec.key):
@@ -99,9 +105,11 @@ class ObjectStore:
 
         Raises CacheUntrusted if others may write to the folder.
         """
-        root, key = self.root, obj.spec.key
+        key, where = obj.spec.key, "the object cache"
         self._resources[key] = obj.resources
         try:
+            root = self.root
+            where = f"the object cache {root}"
             self._prepare(root)
             # Before the file, so that no process ever sees an entry without its hash.
             self._record(obj)
@@ -110,8 +118,8 @@ class ObjectStore:
         except OSError as error:
             self._memory[key] = obj
             _warn_once(
-                str(root),
-                f"the object cache {root} cannot be written ({error.strerror or error}): kernels stay in memory, and the next "
+                where,
+                f"{where} cannot be written ({error.strerror or error}): kernels stay in memory, and the next "
                 "process compiles them again; remedy: set TPF_JIT_CACHE to a writable folder",
             )
             return None

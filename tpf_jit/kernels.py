@@ -91,6 +91,10 @@ class Kernel:
             facts = store.resources(self.spec)
         return facts
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling and copying keep: the loaded function belongs to this process, so a copy loads its own when called."""
+        return {name: value for name, value in self.__dict__.items() if name != "function"}
+
     def __repr__(self) -> str:
         state = "loaded" if self.is_loaded else "not loaded"
         return f"<Kernel {self.spec} ({self.config_from}, {state}) for {self.shape.key()}>"

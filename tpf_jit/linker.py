@@ -35,8 +35,12 @@ def link(path: Path) -> bytes | None:
     if command is None:
         return None
     output = path.with_suffix(".so")
-    done = subprocess.run([*command, "-o", str(output), str(path)], capture_output=True, text=True)
-    if done.returncode != 0:
-        log.warning("%s cannot link kernels, they stay object files and load more slowly: %s", command[0], done.stderr.strip())
+    try:
+        done = subprocess.run([*command, "-o", str(output), str(path)], capture_output=True, text=True)
+        problem = done.stderr.strip() if done.returncode else None
+    except OSError as error:
+        problem = str(error)
+    if problem is not None:
+        log.warning("%s cannot link kernels, they stay object files and load more slowly: %s", command[0], problem)
         return None
     return output.read_bytes()

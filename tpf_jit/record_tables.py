@@ -1,4 +1,5 @@
-"""Markdown tables from records: implementations side by side where rows have a time each, else one line a row."""
+"""Markdown tables from records: implementations side by side where rows have a time each, tensors side by side where they have
+an error each, else one line a row."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 _MEASURED = ("ms", "ms_p10", "ms_p90", "peak_mib", "config", "config_from", "rel_rms")
 """Fields of a timed row that are results; all others say what was measured."""
 _SIZES = ("B", "I", "N", "H", "D", "C", "hidden", "crop")
+_COUNTED = ("cases", "not_finite", "rel_rms_mean", "rel_rms_max", "max_abs", "bitwise_repeats", "bitwise_cases", "bitwise_equal")
+"""Fields of a judged row that are results of one problem, of which a table shows the sum over all."""
 OURS = "tpf_jit"
 
 
@@ -28,7 +31,8 @@ def record_table(record: Mapping[str, Any], name: str) -> str:
         record: a valid record.
         name: name of its file, for the caption.
     """
-    header, lines = _side_by_side(record) if _is_timed(record) else _one_by_one(record)
+    layout = _side_by_side if _is_timed(record) else _errors if _is_judged(record) else _one_by_one
+    header, lines = layout(record)
     numeric = [all(_looks_numeric(line[column]) for line in lines) for column in range(len(header))]
     table = [_line(header), _line(["---:" if right else "---" for right in numeric]), *map(_line, lines)]
     return "\n".join([_caption(record, name), "", *table, *_footnote(record), ""])
@@ -36,6 +40,10 @@ def record_table(record: Mapping[str, Any], name: str) -> str:
 
 def _is_timed(record: Mapping[str, Any]) -> bool:
     return all("impl" in row and "ms" in row for row in record["rows"])
+
+
+def _is_judged(record: Mapping[str, Any]) -> bool:
+    return all({"family", "impl", "tensor", "cases", "rel_rms_mean", "bitwise_equal"} <= set(row) for row in record["rows"])
 
 
 def _problem(row: Mapping[str, Any]) -> tuple:
@@ -57,6 +65,32 @@ def _side_by_side(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
         fields = dict(problem)
         lines.append([fields.get(name, "") for name in names] + [_time(measured.get(impl)) for impl in impls])
     return [*names, *(f"{impl}, ms" for impl in impls)], lines
+
+
+def _errors(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line a family and implementation, a column a tensor: the mean over all cases of all problems, in brackets the largest."""
+    tensors = list(dict.fromkeys(row["tensor"] for row in record["rows"]))
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        groups.setdefault((row["family"], row["impl"]), []).append(row)
+    lines = []
+    for (family, impl), rows in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] != OURS, item[0][1])):
+        by_tensor = {tensor: [row for row in rows if row["tensor"] == tensor] for tensor in tensors}
+        cases = max(sum(row["cases"] for row in of_one) for of_one in by_tensor.values())
+        unequal = [tensor for tensor, of_one in by_tensor.items() if not all(row["bitwise_equal"] for row in of_one)]
+        same = "no: " + ", ".join(unequal) if unequal else "yes"
+        lines.append([family, impl, str(cases), *(_error(of_one) for of_one in by_tensor.values()), same])
+    return ["family", "implementation", "cases", *(f"{tensor}, mean (max)" for tensor in tensors), "same bits"], lines
+
+
+def _error(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    wrong = sum(row.get("not_finite", 0) for row in rows)
+    if wrong:
+        return f"not finite in {wrong}"
+    mean = sum(row["cases"] * row["rel_rms_mean"] for row in rows) / sum(row["cases"] for row in rows)
+    return f"{mean:.3e} ({max(row['rel_rms_max'] for row in rows):.3e})"
 
 
 def _one_by_one(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -82,7 +116,9 @@ def _caption(record: Mapping[str, Any], name: str) -> str:
     if device.get("driver"):
         facts.append(f"driver {device['driver']}")
     facts += [f"PyTorch {versions['torch']}", f"tpf_jit {versions['tpf_jit']}", record["date"][:10]]
-    constant = ", ".join(f"{field} = {value}" for field, value in _constants(record["rows"]).items())
+    counted = _COUNTED if _is_judged(record) else ()
+    shared = {field: value for field, value in _constants(record["rows"]).items() if field not in counted}
+    constant = ", ".join(f"{field} = {value}" for field, value in shared.items())
     method = ", ".join(f"{field} {_cell(value)}" for field, value in record["method"].items())
     parts = [f"**{record['kind']}** on {', '.join(facts)}"]
     parts += [constant] if constant else []

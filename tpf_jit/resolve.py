@@ -97,7 +97,7 @@ class Dispatcher:
 
         Args:
             op: operation, e.g. "triangle_attention".
-            direction: "forward" or "backward".
+            direction: "forward", or "backward_key" and so on.
             shape: the problem, hashable, with `key()`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What `TuningStore.verify` looks at: the file, its schema, and every row against the hash of its content.
+"""What `TuningStore.verify` and `tpf-jit db verify` look at: the file, its schema, and every row against the hash of its content.
 
 Standard library only.
 """
@@ -8,14 +8,24 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from tpf_jit.errors import TpfError
 from tpf_jit.tuning_db import schema
-from tpf_jit.tuning_db.reader import decode_trial, trial_query
+from tpf_jit.tuning_db.reader import decode_trial, open_readonly, trial_query
 from tpf_jit.tuning_db.rows import content_hash, device_model, split_cell
 
 _KEYED = {"device": "facts", "toolchain": "facts", "config": "fields"}
+
+
+def audit_file(path: Path) -> list[str]:
+    """All problems of a database file, which is only read: unlike `TuningStore`, this never sets a damaged file aside."""
+    try:
+        with closing(open_readonly(path)) as connection:
+            return audit(connection, path)
+    except (sqlite3.Error, OSError) as error:
+        return [f"{path}: {error}"]
 
 
 def audit(connection: sqlite3.Connection, path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpf_jit.errors import TpfError
+from tpf_jit.errors import DatabaseError, TpfError
 from tpf_jit.tuning_db import merge, schema
 from tpf_jit.tuning_db.rows import REFUTING, TrialRow, canonical_json, cell_family
 from tpf_jit.tuning_db.winner import Evidence, Winner, rank
@@ -62,13 +62,21 @@ class Layer:
 
 
 def user_database_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """Where the user's database lies: the argument, else `TPF_JIT_DB`, else `tuning.db` in the platform's data folder."""
-    chosen = path or os.environ.get("TPF_JIT_DB")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    import platformdirs
+    """Where the user's database lies: the argument, else `TPF_JIT_DB`, else `tuning.db` in the platform's data folder.
 
-    return platformdirs.user_data_path("tpf_jit", appauthor=False) / "tuning.db"
+    Raises:
+        DatabaseError: when that is in a home folder that cannot be found, as for a user id without an entry and without HOME.
+    """
+    chosen = path or os.environ.get("TPF_JIT_DB")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        import platformdirs
+
+        return platformdirs.user_data_path("tpf_jit", appauthor=False) / "tuning.db"
+    except RuntimeError as error:
+        name = str(chosen) if chosen else "the user's tuning database"
+        raise DatabaseError(f"the place of {name} is unknown ({error}); set TPF_JIT_DB to the path of a file") from error
 
 
 def load_winners(paths: Sequence[str | os.PathLike[str]] | None = None) -> dict[tuple[str, str, str], tuple[Winner, ...]]:
@@ -88,7 +96,10 @@ def default_layers(shipped: bool = True) -> list[Layer]:
     """The user's database, then the shipped tables. Never raises for a file."""
     try:
         layers = [read_layer(user_database_path())]
-    except (ImportError, OSError, RuntimeError) as error:
+    except DatabaseError as error:
+        warn_once("user database", str(error))
+        layers = []
+    except (ImportError, OSError) as error:
         warn_once("user database", f"the place of the user's tuning database is unknown ({error}); set TPF_JIT_DB")
         layers = []
     return [*layers, read_shipped()] if shipped else layers

@@ -4,6 +4,16 @@ Import-light: the registry reads `TEMPLATES` without torch and without the compi
 and `workload` need torch.
 """
 
+from tpf_jit.templates.triangle_attention.backward import (
+    TriangleAttentionBackwardKey,
+    TriangleAttentionBackwardQuery,
+    TriangleAttentionBackwardStats,
+)
 from tpf_jit.templates.triangle_attention.config import TriangleAttentionForward
 
-TEMPLATES = (TriangleAttentionForward,)
+TEMPLATES = (
+    TriangleAttentionForward,
+    TriangleAttentionBackwardStats,
+    TriangleAttentionBackwardKey,
+    TriangleAttentionBackwardQuery,
+)

@@ -109,14 +109,14 @@ class TriangleAttentionBackwardKeySm90:
         self._setup()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         keys, queries = (KEY_ROWS, self.tile_hdim), (self.tile_m, self.tile_hdim)
-        atom = cpasync.make_tiled_tma_atom
+        atom, stats_tile = cpasync.make_tiled_tma_atom, (STAT_PLANES, self.tile_m)
         loads = (
             atom(load, matrix_first(mK), one_stage(self.kv_layout), keys),
             atom(load, matrix_first(mV), one_stage(self.kv_layout), keys),
             atom(load, matrix_first(mQ), one_stage(self.q_layout), queries),
             atom(load, matrix_first(mdO), one_stage(self.q_layout), queries),
             atom(load, bias_matrix_first(mBias), one_stage(self.b_layout), (self.tile_m, KEY_ROWS)),
-            atom(load, matrix_first(mStats), cute.make_layout((STAT_PLANES, self.tile_m), stride=(self.tile_m, 1)), (STAT_PLANES, self.tile_m)),
+            atom(load, matrix_first(mStats), cute.make_layout(stats_tile, stride=(self.tile_m, 1)), stats_tile),
         )
         stores = tuple(atom(store, matrix_first(t), one_stage(self.o_layout), keys) for t in (mdK, mdV))
         batch, rows, heads, crop = mQ.shape[0], mQ.shape[1], mQ.shape[2], mQ.shape[3]

@@ -2,7 +2,7 @@
 
 The calling convention, in one place (kernels, operator, workloads and tests all rely on it):
 
-    fn(q, k, v, bias, mask, out, residual, lse, scale, num_ctas)
+    fn(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas)
 
     q, k, v, out, residual   (B, I, H, N, D) 16-bit, unit stride on D, other strides positive multiples of 8 elements,
                              16-byte aligned base, D a multiple of 8; residual may be None
@@ -11,9 +11,12 @@ The calling convention, in one place (kernels, operator, workloads and tests all
     mask                     None, or float32 (B, I, M) contiguous, added to the scores in natural-log units: 0 keeps a key, -inf
                              excludes it; M is N rounded up to 256 and the keys from N on are -inf
     lse                      float32 (B, I, H, N) contiguous, natural log, -inf where no key is left
+    lse_low                  None without a residual; else like lse: what rounding took from it, so that lse + lse_low is exact
+                             also where float32 keeps only -1e9 of -1e9 + ln N; 0 where no key is left
 
 q, k and v are read where they are when they comply, as transposed views of the projection layout (B, I, N, H, D) do; otherwise
-each is copied once. The bias is laid out anew at most once a call. Nothing here reads a value on the host.
+each is copied once. The bias is laid out anew at most once a call. Nothing here reads a value on the host. What the backward's
+kernels take is in `layout_backward`.
 """
 
 from __future__ import annotations
@@ -45,12 +48,19 @@ class Operands(NamedTuple):
     mask: Tensor | None
     outer: tuple[int, int]
 
-    def arguments(self, out: Tensor, residual: Tensor | None, lse: Tensor) -> tuple[Tensor | None, ...]:
+    def arguments(
+        self, out: Tensor, residual: Tensor | None, lse: Tensor, lse_low: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """All tensor arguments of the kernel; outputs of the call's own outer sizes are viewed in the kernel's."""
+        outputs = (out, residual, lse, lse_low)
         if out.shape[:2] != self.outer:
-            out, lse = _refold(out, self.outer), _refold(lse, self.outer)
-            residual = None if residual is None else _refold(residual, self.outer)
-        return self.q, self.k, self.v, self.bias, self.mask, out, residual, lse
+            outputs = tuple(None if x is None else refold(x, self.outer) for x in outputs)
+        return self.q, self.k, self.v, self.bias, self.mask, *outputs
+
+
+def refold(x: Tensor, outer: tuple[int, int]) -> Tensor:
+    """x with other outer sizes (B, I); a view where its strides allow."""
+    return x.reshape(*outer, *x.shape[2:])
 
 
 def trim(x: Tensor, dim: int) -> Tensor:
@@ -77,7 +87,7 @@ def in_place(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> bool:
         return False
     aligns = (OPERAND_ALIGN, OPERAND_ALIGN, OPERAND_ALIGN, ALIGN_BYTES // bias.element_size())
     return all(
-        x.stride(-1) == 1 and _legal_strides(x.shape, x.stride(), align) == x.stride()
+        x.stride(-1) == 1 and legal_strides(x.shape, x.stride(), align) == x.stride()
         for x, align in zip((q, k, v, bias), aligns, strict=True)
     )
 
@@ -102,7 +112,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, 
     if outer == (batch, rows):
         bias = bias.select(1, 0)
     else:
-        q, k, v = (_refold(x, outer) for x in (q, k, v))
+        q, k, v = (refold(x, outer) for x in (q, k, v))
         if outer[0] == 1:
             bias = bias[:1, 0]
         else:
@@ -123,7 +133,7 @@ def kernel_operand(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     strides = x.stride()
     if dim % OPERAND_ALIGN == 0 and strides[-1] == 1 and x.data_ptr() % ALIGN_BYTES == 0:
-        legal = _legal_strides(x.shape, strides, OPERAND_ALIGN)
+        legal = legal_strides(x.shape, strides, OPERAND_ALIGN)
         if legal == strides:
             return x
         if legal is not None:
@@ -145,20 +155,20 @@ def kernel_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """A `(B, H, N, N)` bias as kernels read it: itself where TMA can, else one copy of `dtype` with rows padded to 8 elements."""
     strides = bias.stride()
     if bias.dtype == dtype and strides[-1] == 1 and bias.data_ptr() % ALIGN_BYTES == 0:
-        legal = _legal_strides(bias.shape, strides, ALIGN_BYTES // bias.element_size())
+        legal = legal_strides(bias.shape, strides, ALIGN_BYTES // bias.element_size())
         if legal == strides:
             return bias
         if legal is not None:
             return bias.as_strided(bias.shape, legal)
     *outer, crop = bias.shape
-    room = torch.empty((*outer, _round_up(crop, OPERAND_ALIGN)), dtype=dtype, device=bias.device)
+    room = torch.empty((*outer, round_up(crop, OPERAND_ALIGN)), dtype=dtype, device=bias.device)
     return room.narrow(-1, 0, crop).copy_(bias)
 
 
 def mask_buffer(mask: Tensor, batch: int, rows: int, crop: int) -> Tensor:
     """The additive float32 `(B, I, M)` buffer of a key mask `(B or 1, I or 1, 1, 1, N or 1)`; one launch, or two when N < M."""
     keys = mask.select(3, 0).select(2, 0)
-    room = torch.empty((batch, rows, _round_up(crop, MASK_ALIGN)), dtype=torch.float32, device=mask.device)
+    room = torch.empty((batch, rows, round_up(crop, MASK_ALIGN)), dtype=torch.float32, device=mask.device)
     inside = room
     if room.shape[-1] != crop:
         room.fill_(-math.inf)
@@ -172,7 +182,7 @@ def mask_buffer(mask: Tensor, batch: int, rows: int, crop: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _legal_strides(shape: tuple[int, ...], strides: tuple[int, ...], align: int) -> tuple[int, ...] | None:
+def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...], align: int) -> tuple[int, ...] | None:
     """The strides themselves when every outer one is a positive multiple of `align` elements; otherwise, where only size-1 axes
     are to blame, strides that put such an axis outside all others; otherwise None."""
     if all(step > 0 and step % align == 0 for step in strides[:-1]):
@@ -183,14 +193,11 @@ def _legal_strides(shape: tuple[int, ...], strides: tuple[int, ...], align: int)
             if step <= 0 or step % align:
                 return None
             extent = max(extent, size * step)
-    extent = max(extent, _round_up(shape[-1], align))
+    extent = max(extent, round_up(shape[-1], align))
     outer = (step if size > 1 else extent for size, step in zip(shape[:-1], strides[:-1], strict=True))
     return *outer, strides[-1]
 
 
-def _refold(x: Tensor, outer: tuple[int, int]) -> Tensor:
-    return x.reshape(*outer, *x.shape[2:])
-
-
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not less than value."""
     return -(-value // multiple) * multiple

@@ -24,6 +24,8 @@ COMPENSATED_BOUND = {"bfloat16": 1.3e-3, "float16": 1.9e-4}
 """Of output + residual, which leaves only P's rounding."""
 LSE_BOUND = 2e-5
 """Of the LSE, relative to its RMS or to 1, whichever is larger: float32 throughout, or a row sum of rounded probabilities."""
+EXACT_LSE_BOUND = 5e-6
+"""Of LSE + its low part, absolute, or relative where the LSE is above 1; absolute again where the mask swallows the logits."""
 
 SLAB_ELEMENTS = 2**27
 
@@ -37,7 +39,7 @@ class ForwardWorkload:
         seed: added to the seed of every set, so that two workloads differ.
         family: of inputs, see `inputs`.
         mask_pattern: see `inputs`; the family's own by default.
-        residual: whether the kernel also writes the rounding residual.
+        residual: whether the kernel also writes what rounding took from the output and from the LSE.
         num_ctas: the grid; the device's number of SMs by default (1 on a CPU).
     """
 
@@ -57,7 +59,7 @@ class ForwardWorkload:
         self.family = family
         self.mask_pattern = mask_pattern
         self.residual = residual
-        self.num_ctas = _sm_count(self.device) if num_ctas is None else num_ctas
+        self.num_ctas = sm_count(self.device) if num_ctas is None else num_ctas
         self.scale = shape.head_dim**-0.5
 
     @property
@@ -68,7 +70,8 @@ class ForwardWorkload:
         lines = shape.batch * shape.rows * shape.heads * shape.crop
         bias = shape.batch * shape.heads * shape.crop**2 * getattr(torch, shape.bias_dtype).itemsize
         mask = shape.batch * shape.rows * shape.crop * 4 if shape.has_mask else 0
-        return lines * shape.head_dim * element * (5 if self.residual else 4) + lines * 4 + bias + mask
+        extra = 1 if self.residual else 0
+        return lines * shape.head_dim * element * (4 + extra) + lines * 4 * (1 + extra) + bias + mask
 
     def make_inputs(self, seed: int) -> Inputs:
         """A fresh set of inputs; a pure function of both seeds."""
@@ -80,12 +83,12 @@ class ForwardWorkload:
         return launch
 
     def run(self, kernel_fn: Callable[..., object], inputs: Inputs) -> dict[str, Tensor]:
-        """One launch into outputs filled with NaN: `out`, `lse` and, if asked for, `residual`."""
+        """One launch into outputs filled with NaN: `out`, `lse` and, if asked for, `residual` and `lse_low`."""
         launch, outputs = self._bind(kernel_fn, inputs)
         for x in outputs.values():
             x.fill_(math.nan)
         launch()
-        return {name: x if name == "lse" else layout.trim(x, self.shape.head_dim) for name, x in outputs.items()}
+        return {name: x if name.startswith("lse") else layout.trim(x, self.shape.head_dim) for name, x in outputs.items()}
 
     def reference(self, inputs: Inputs) -> dict[str, Tensor]:
         """`out` and `lse` in float64."""
@@ -93,10 +96,12 @@ class ForwardWorkload:
         return {"out": out, "lse": lse}
 
     def errors(self, out: dict[str, Tensor], ref: dict[str, Tensor]) -> dict[str, float]:
-        """Relative RMS of `out` and `lse`, and of out + residual as `compensated` where there is a residual."""
+        """Relative RMS of `out` and `lse`; with a residual also of out + residual as `compensated` and of lse + lse_low as
+        `lse_exact` (see `exact_lse_error`)."""
         found = {"out": relative_rms(out["out"], ref["out"]), "lse": relative_rms(out["lse"], ref["lse"], floor=1.0)}
         if "residual" in out:
             found["compensated"] = relative_rms(out["out"].double() + out["residual"].double(), ref["out"])
+            found["lse_exact"] = exact_lse_error(out["lse"], out["lse_low"], ref["lse"])
         return found
 
     def bounds(self) -> dict[str, float]:
@@ -107,6 +112,7 @@ class ForwardWorkload:
         found = {"out": OUT_BOUND[shape.dtype] * allowance, "lse": LSE_BOUND * (1.0 + 4.0 / math.sqrt(lines))}
         if self.residual:
             found["compensated"] = COMPENSATED_BOUND[shape.dtype] * allowance
+            found["lse_exact"] = EXACT_LSE_BOUND * (1.0 + 4.0 / math.sqrt(lines))
         return found
 
     def _bind(self, kernel_fn: Callable[..., object], inputs: Inputs) -> tuple[Callable[[], None], dict[str, Tensor]]:
@@ -115,27 +121,45 @@ class ForwardWorkload:
         out = layout.projection_layout_empty(size, inputs.q.dtype, self.device)
         residual = layout.projection_layout_empty(size, inputs.q.dtype, self.device) if self.residual else None
         lse = torch.empty(size[:-1], dtype=torch.float32, device=self.device)
-        arguments = (*operands.arguments(out, residual, lse), self.scale, self.num_ctas)
+        lse_low = torch.empty_like(lse) if self.residual else None
+        arguments = (*operands.arguments(out, residual, lse, lse_low), self.scale, self.num_ctas)
 
         def launch() -> None:
             kernel_fn(*arguments)
 
-        outputs = {"out": out, "lse": lse}
-        return launch, outputs if residual is None else {**outputs, "residual": residual}
+        outputs = {"out": out, "lse": lse, "residual": residual, "lse_low": lse_low}
+        return launch, {name: x for name, x in outputs.items() if x is not None}
 
 
-def relative_rms(x: Tensor, ref: Tensor, floor: float = 0.0) -> float:
+def exact_lse_error(lse: Tensor, low: Tensor, ref: Tensor) -> float:
+    """RMS error of lse + low, each line's relative to its LSE where that is above 1.
+
+    Except that LSEs beyond `reference.SWALLOWED` count in absolute terms: only the mask makes such, and what is left of their
+    logits is exact in float32. It is inf where a sum is not finite, other than as the reference, or the low part of an infinite
+    LSE is not zero.
+    """
+    infinite = ref.isinf()
+    total = lse.double() + low.double()
+    if not torch.equal(lse[infinite].double(), ref[infinite]) or bool(low[infinite].any()):
+        return math.inf
+    size = ref.abs().clamp(min=1.0)
+    error = (total - ref) / size.masked_fill(size > reference.SWALLOWED, 1.0)
+    error = float(error.masked_fill(infinite, 0.0).square().mean().sqrt())
+    return error if math.isfinite(error) else math.inf
+
+
+def relative_rms(x: Tensor, ref: Tensor, floor: float = 0.0, exact_zeros: bool = True) -> float:
     """||x - ref|| / ||ref|| over all elements, in float64; inf unless x is beyond doubt.
 
     With a `floor`, the error is relative to that RMS where ref's own is smaller.
 
-    It is inf where x holds a NaN or an infinity that ref lacks, where ref is infinite and x is not the same, and where x is not
-    exactly zero in a line (along the last axis) that is exactly zero in ref. Infinite elements that agree are left out of the
-    norms. Where ref has no norm, an x that equals it gives 0.
+    It is inf where x holds a NaN or an infinity that ref lacks, where ref is infinite and x is not the same, and, unless
+    `exact_zeros` is off, where x is not exactly zero in a line (along the last axis) that is exactly zero in ref. Infinite
+    elements that agree are left out of the norms. Where ref has no norm, an x that equals it gives 0.
     """
     error = norm = 0.0
     for part, ref_part in _slabs(x, ref):
-        squares = _squares(part.double(), ref_part.double())
+        squares = _squares(part.double(), ref_part.double(), exact_zeros)
         if squares is None:
             return math.inf
         error, norm = error + squares[0], norm + squares[1]
@@ -143,12 +167,12 @@ def relative_rms(x: Tensor, ref: Tensor, floor: float = 0.0) -> float:
     return math.sqrt(error / norm) if norm else 0.0 if error == 0 else math.inf
 
 
-def _squares(x: Tensor, ref: Tensor) -> tuple[float, float] | None:
+def _squares(x: Tensor, ref: Tensor, exact_zeros: bool) -> tuple[float, float] | None:
     """Sums of squares of error and reference, or None if x is wrong whatever the norms."""
     infinite = ref.isinf()
     if not torch.equal(x[infinite], ref[infinite]):
         return None
-    zero_lines = (ref == 0).all(-1, keepdim=True)
+    zero_lines = (ref == 0).all(-1, keepdim=True) & exact_zeros
     x, ref = x.masked_fill(infinite, 0.0), ref.masked_fill(infinite, 0.0)
     if not bool(torch.isfinite(x).all()) or bool(((x != 0) & zero_lines).any()):
         return None
@@ -165,5 +189,6 @@ def _slabs(x: Tensor, ref: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(x[b].split(each), ref[b].split(each), strict=True)
 
 
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 for others."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -105,8 +105,9 @@ def test_a_kernel_that_skips_its_last_rows_loses():
     def load(binary, symbol, kind):
         kernel = real(binary, symbol, kind)
 
-        def lazy(q, k, v, bias, mask, out, residual, lse, scale, num_ctas):
-            kernel(q[:, :-1], k[:, :-1], v[:, :-1], bias, mask, out[:, :-1], residual, lse[:, :-1].contiguous(), scale, num_ctas)
+        def lazy(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas):
+            lse = lse[:, :-1].contiguous()
+            kernel(q[:, :-1], k[:, :-1], v[:, :-1], bias, mask, out[:, :-1], residual, lse, lse_low, scale, num_ctas)
 
         return lazy
 

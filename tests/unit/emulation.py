@@ -1,6 +1,6 @@
 """A forward kernel in PyTorch: checks every promise of the calling convention, then computes as the GPU kernels do.
 
-Online softmax in base 2 over tiles of keys, probabilities rounded to the operand dtype before the second product, fp32 sums.
+Online softmax over tiles of keys, probabilities rounded to the operand dtype before the second product, fp32 sums.
 Stands in for compiled kernels in tests that need no GPU.
 """
 
@@ -21,14 +21,15 @@ class EmulatedKernel:
         self.calls = 0
         self.last: dict[str, object] = {}
 
-    def __call__(self, q, k, v, bias, mask, out, residual, lse, scale, num_ctas) -> None:
+    def __call__(self, q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas) -> None:
         self.calls += 1
-        self.last = dict(q=q, k=k, v=v, bias=bias, mask=mask, out=out, residual=residual, lse=lse, scale=scale, num_ctas=num_ctas)
-        check_convention(q, k, v, bias, mask, out, residual, lse, scale, num_ctas)
+        self.last = dict(q=q, k=k, v=v, bias=bias, mask=mask, out=out, residual=residual, lse=lse)
+        self.last.update(lse_low=lse_low, scale=scale, num_ctas=num_ctas)
+        check_convention(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas)
         with torch.autocast(q.device.type, enabled=False):
-            self._compute(q, k, v, bias, mask, out, residual, lse, scale)
+            self._compute(q, k, v, bias, mask, out, residual, lse, lse_low, scale)
 
-    def _compute(self, q, k, v, bias, mask, out, residual, lse, scale) -> None:
+    def _compute(self, q, k, v, bias, mask, out, residual, lse, lse_low, scale) -> None:
         crop = q.shape[3]
         q32, k32, v32, bias32 = q.float(), k.float(), v.float(), bias.float()
         top = torch.full(q.shape[:-1], -math.inf)
@@ -39,11 +40,10 @@ class EmulatedKernel:
             score = torch.matmul(q32, k32[..., keys, :].mT) * scale + bias32[:, None, :, :, keys]
             if mask is not None:
                 score = score + mask[:, :, None, None, keys]
-            score = score * LOG2E
             new_top = torch.maximum(top, score.amax(-1))
             safe = new_top.masked_fill(new_top == -math.inf, 0.0)
-            correction = torch.exp2(top - safe)
-            prob = torch.exp2(score - safe[..., None])
+            correction = torch.exp2((top - safe) * LOG2E)
+            prob = torch.exp2((score - safe[..., None]) * LOG2E)
             total = total * correction + prob.sum(-1)
             acc = acc * correction[..., None] + torch.matmul(prob.to(q.dtype).float(), v32[..., keys, :])
             top = new_top
@@ -51,18 +51,37 @@ class EmulatedKernel:
         out.copy_(exact)
         if residual is not None:
             residual.copy_(exact - out.float())
-        lse.copy_((top.masked_fill(top == -math.inf, 0.0) + total.log2()) / LOG2E)
+        safe, log_total = top.masked_fill(top == -math.inf, 0.0), total.log()
+        lse.copy_(safe + log_total)
+        if lse_low is not None:
+            # What the sum lost, exactly, whichever summand is the larger.
+            seen = lse - safe
+            lse_low.copy_(((safe - (lse - seen)) + (log_total - seen)).masked_fill_(total == 0, 0.0))
 
 
-def check_convention(q, k, v, bias, mask, out, residual, lse, scale, num_ctas) -> None:
+def check_convention(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas) -> None:
     batch, rows, heads, crop, dim = q.shape
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert dim % 8 == 0 and 8 <= dim <= 128
     for x in (q, k, v, out) if residual is None else (q, k, v, out, residual):
-        assert x.shape == q.shape and x.dtype == q.dtype
-        assert x.stride(-1) == 1
-        assert all(step > 0 and step % 8 == 0 for step in x.stride()[:-1]), x.stride()
-        assert x.data_ptr() % 16 == 0
+        check_operand(x, q)
+    check_bias_and_mask(q, bias, mask)
+    assert (lse_low is None) == (residual is None)
+    for x in (lse,) if lse_low is None else (lse, lse_low):
+        assert x.shape == (batch, rows, heads, crop) and x.dtype == torch.float32 and x.is_contiguous()
+    assert type(scale) is float and type(num_ctas) is int and num_ctas >= 1
+
+
+def check_operand(x, q) -> None:
+    """Shaped and typed like q, strides and base as TMA wants them."""
+    assert x.shape == q.shape and x.dtype == q.dtype
+    assert x.stride(-1) == 1
+    assert all(step > 0 and step % 8 == 0 for step in x.stride()[:-1]), x.stride()
+    assert x.data_ptr() % 16 == 0
+
+
+def check_bias_and_mask(q, bias, mask) -> None:
+    batch, rows, heads, crop, _ = q.shape
     assert bias.shape == (batch, heads, crop, crop)
     assert bias.dtype in (torch.bfloat16, torch.float16, torch.float32)
     assert bias.stride(-1) == 1
@@ -72,5 +91,3 @@ def check_convention(q, k, v, bias, mask, out, residual, lse, scale, num_ctas) -
         padded = -(-crop // 256) * 256
         assert mask.shape == (batch, rows, padded) and mask.dtype == torch.float32 and mask.is_contiguous()
         assert bool((mask[..., crop:] == -math.inf).all())
-    assert lse.shape == (batch, rows, heads, crop) and lse.dtype == torch.float32 and lse.is_contiguous()
-    assert type(scale) is float and type(num_ctas) is int and num_ctas >= 1

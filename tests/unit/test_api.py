@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from backward_emulation import EmulatedBackward
 from emulation import EmulatedKernel
 
 import tpf_jit
-from tpf_jit import api, kernels
+from tpf_jit import api, kernels, resolve
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, InvalidInput, NoKernel, ShapeUnsupported
-from tpf_jit.ops import routing
-from tpf_jit.ops import triangle_attention as ops
+from tpf_jit.ops import plans, routing
 from tpf_jit.shape import TriangleAttentionShape, preset
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.config import ForwardConfig
@@ -77,9 +77,11 @@ def store(monkeypatch, private_state) -> FakeStore:
     monkeypatch.setattr(api, "CompilePool", FakePool)
     monkeypatch.setattr(FakePool, "opened", [])
     monkeypatch.setattr(routing, "_warned", set())
-    ops._plans.clear()
+    # What was measured for some crop must not decide what these tests see.
+    monkeypatch.setattr(resolve, "_default_dispatcher", [resolve.Dispatcher(shipped=False)])
+    plans._plans.clear()
     yield fake
-    ops._plans.clear()
+    plans._plans.clear()
     kernels.forget()
 
 
@@ -327,6 +329,31 @@ def test_warmup_launches_every_kernel_once(cuda_of_cpu, store) -> None:
     assert cuda_of_cpu.last["q"].shape[0:3] == (1, 1, 1)
     api.warmup(SHAPE, residual=True)
     assert cuda_of_cpu.last["residual"] is not None
+
+
+@pytest.mark.parametrize("mask", ["none", "additive"])
+def test_warmup_for_training_launches_what_a_step_runs(cuda_of_cpu, monkeypatch, mask: str) -> None:
+    emulated, loaded = EmulatedBackward(), []
+    direction = {"forward": emulated.forward, "backward_stats": emulated.stats, "backward_key": emulated.key}
+
+    def function_of(spec, store=None):
+        loaded.append(spec)
+        name = kernels.registry.get(spec.template).direction
+        return kernels._functions.setdefault(spec, direction.get(name, emulated.query))
+
+    monkeypatch.setattr(kernels, "function_of", function_of)
+    q, k, v, bias = tensors()
+    given = None if mask == "none" else torch.zeros(1, 5, 1, 1, 16)
+    warmed = api.warmup(TriangleAttentionShape.from_tensors(q, k, v, bias, given), training=True)
+    assert len(warmed) == len({kernel.spec for kernel in warmed}) == 5
+    assert emulated.forward.calls == 2 and sorted(emulated.calls) == ["key", "query", "stats"]
+    loaded.clear()
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    api.triangle_attention(*leaves, given).sum().backward()
+    assert set(loaded) <= {kernel.spec for kernel in warmed} and emulated.calls[3:] == ["stats", "key", "query"]
+    with api.residual_compensation(False):
+        variants = {tuple(kernel.spec.variant) for kernel in api.warmup(SHAPE, training=True)}
+    assert not any(dict(variant).get("residual") for variant in variants)
 
 
 def test_a_warm_kernel_is_the_one_calls_use(cuda_of_cpu, monkeypatch) -> None:

@@ -10,7 +10,9 @@ from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import backward as module
 from tpf_jit.templates.triangle_attention.config import register_split
 
-STATS, KEY, QUERY = module.TriangleAttentionBackwardStats(), module.TriangleAttentionBackwardKey(), module.TriangleAttentionBackwardQuery()
+STATS = module.TriangleAttentionBackwardStats()
+KEY = module.TriangleAttentionBackwardKey()
+QUERY = module.TriangleAttentionBackwardQuery()
 
 
 @pytest.mark.parametrize("crop", [1, 7, 64, 65, 100, 384, 768, 2048])
@@ -40,7 +42,8 @@ def test_rejections_name_the_limit(template) -> None:
     }
     assert any("consumer_warpgroups=7" in reason for reason in reasons)
     assert any("registers" in reason for reason in reasons)
-    assert template.check(shape, module.KeyConfig(64, 1, 4, 2) if template is KEY else module.QueryConfig(32, 1, 2, 4, 2, 2)) is not None
+    crowded = module.KeyConfig(64, 1, 4, 2) if template is KEY else module.QueryConfig(32, 1, 2, 4, 2, 2)
+    assert template.check(shape, crowded) is not None
 
 
 def test_registers_fit_the_sm() -> None:

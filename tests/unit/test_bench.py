@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from tpf_jit.bench import BenchSettings, bench_attention, bench_latency
+from tpf_jit.bench import BenchSettings, bench_attention, bench_latency, other_peers, peer_base
 from tpf_jit.bench import attention as bench
 from tpf_jit.bench import peers as peers_module
 from tpf_jit.bench.environment import bench_device
@@ -211,8 +211,7 @@ def test_cuequivariance_is_called_as_its_documentation_says(monkeypatch):
 
     def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False):
         calls.append((bias.shape, mask.dtype if mask is not None else None, scale))
-        additive = peers_module._additive(mask, q.dtype)
-        return peers_module._attend(q * scale, k, v, bias, additive)
+        return peers_module._attend(q * scale, k, v, bias, peer_base.additive(mask, q.dtype))
 
     for name in ("cuequivariance_torch", "cuequivariance_ops_torch"):
         module = types.ModuleType(name)
@@ -226,6 +225,195 @@ def test_cuequivariance_is_called_as_its_documentation_says(monkeypatch):
     additive = TriangleAttentionShape(crop=16, rows=5, heads=2, head_dim=16, mask="additive")
     record = run([additive], settings=quick(impls=["cuequivariance", "torch"]))
     assert "boolean masks only" in record["absent_peers"]["cuequivariance"]
+
+
+def fake_module(monkeypatch, name: str, **members) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    for member, value in members.items():
+        setattr(module, member, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+EVOFORMER = """
+import torch
+CALLS = []
+
+def TritonEvoformer(q, k, v, res_mask, pair_bias, has_pair_bias=True, dynamic=False, softmax_scale=None):
+    batch, rows, crop, heads, dim = q.shape
+    assert res_mask.shape == (batch, rows, 1, 1, crop) and pair_bias.shape == (batch, 1, heads, crop, crop)
+    CALLS.append((res_mask.dtype, has_pair_bias, dynamic, softmax_scale))
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    scores = (q * softmax_scale) @ k.transpose(-1, -2) + res_mask + pair_bias
+    return (torch.softmax(scores, -1).to(v.dtype) @ v).transpose(2, 3).contiguous()
+"""
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "additive"])
+def test_openfold3_is_loaded_from_its_one_file(monkeypatch, tmp_path, mask):
+    folder = tmp_path / "openfold3" / "core" / "kernels" / "triton"
+    folder.mkdir(parents=True)
+    (tmp_path / "openfold3" / "__init__.py").write_text("raise ImportError('a bench needs none of this')")
+    (folder / "evoformer.py").write_text(EVOFORMER)
+    monkeypatch.syspath_prepend(tmp_path)
+    fake_module(monkeypatch, "triton")
+    peers_module.register(other_peers.OpenFold3Triton())
+    shape = TriangleAttentionShape(crop=16, rows=5, heads=2, head_dim=16, mask=mask, batch=2)
+    record = run([shape], bench.PASSES, quick(impls=["openfold3_triton"]))
+    assert [row["pass"] for row in record["rows"]] == list(bench.PASSES) and record["absent_peers"] == {}
+    calls = sys.modules["_tpf_jit_bench_openfold3_evoformer"].CALLS
+    assert set(calls) == {(torch.bfloat16, True, False, 0.25)}
+    monkeypatch.delitem(sys.modules, "_tpf_jit_bench_openfold3_evoformer")
+
+
+def test_an_openfold3_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
+    folder = tmp_path / "openfold3" / "core" / "kernels" / "triton"
+    folder.mkdir(parents=True)
+    (tmp_path / "openfold3" / "__init__.py").write_text("")
+    (folder / "evoformer.py").write_text("TritonEvoformer = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    fake_module(monkeypatch, "triton")
+    peer = other_peers.OpenFold3Triton()
+    assert "Triton is not available" in peer.absent() and "Triton is not available" in peer.absent()
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "additive"])
+def test_turbopairformer_gets_an_additive_mask_and_returns_the_projection_layout(monkeypatch, mask):
+    calls = []
+
+    def turbo_attention(q, k, v, res_mask=None, pair_bias=None):
+        calls.append(None if res_mask is None else (res_mask.dtype, float(res_mask.min())))
+        out = peers_module._attend(q * q.shape[-1] ** -0.5, k, v, pair_bias, None if res_mask is None else res_mask.to(q.dtype))
+        return out.transpose(2, 3).contiguous()
+
+    loaded = []
+    fake_module(monkeypatch, "turbopairformer", turbo_attention=turbo_attention)
+    for name in other_peers.TurboPairFormer.LOADERS:
+        fake_module(monkeypatch, f"turbopairformer.{name}", load_extension=lambda name=name: loaded.append(name))
+    peers_module.register(other_peers.TurboPairFormer())
+    shapes = [TriangleAttentionShape(crop=16, rows=5, heads=2, head_dim=dim, mask=mask, batch=2) for dim in (16, 72)]
+    record = run(shapes, bench.PASSES, quick(impls=["turbopairformer", "torch"]))
+    rows = [row for row in record["rows"] if row["impl"] == "turbopairformer"]
+    assert [(row["D"], row["pass"]) for row in rows] == [(16, name) for name in bench.PASSES]
+    assert {row["binaries"] for row in rows} == {"wheel"} and loaded == list(other_peers.TurboPairFormer.LOADERS)
+    assert "up to 64" in record["absent_peers"]["turbopairformer"]
+    masked = -torch.inf if mask == "bool" else float(torch.tensor(-1e9))
+    assert set(calls) == {None if mask == "none" else (torch.float32, masked)}
+
+
+def test_a_turbopairformer_that_cannot_be_built_is_absent_and_built_once(monkeypatch, tmp_path):
+    builds = tmp_path / "builds"
+    package = tmp_path / "turbopairformer"
+    package.mkdir()
+    (package / "__init__.py").write_text("def turbo_attention(*tensors): raise ValueError('no GPU')")
+    fails = f"def load_extension():\n    open({str(builds)!r}, 'a').write('x')\n    raise OSError('ABI mismatch, no nvcc')"
+    for name in other_peers.TurboPairFormer.LOADERS:
+        (package / f"{name}.py").write_text(fails)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TURBOPAIRFORMER_ALLOW_JIT", "1")
+    peers_module.register(other_peers.TurboPairFormer())
+    try:
+        record = run([SHAPE], bench.PASSES, quick(impls=["turbopairformer", "torch"]))
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "turbopairformer"]:
+            del sys.modules[name]
+    assert "triangle_forward cannot be built: OSError: ABI mismatch, no nvcc" in record["absent_peers"]["turbopairformer"]
+    assert builds.read_text() == "x" * 4
+
+
+class Core:
+    """miniworld-engine's core in PyTorch: projection layout, bias / scale in bf16, delta given, dbias added into."""
+
+    def scaled_bias(self, bias, scale):
+        return (bias.float() / scale).to(torch.bfloat16).contiguous()
+
+    def _core(self):
+        return self
+
+    _bwd = _core
+
+    def triattn_fwd(self, q, k, v, sbias, scale, want_lse):
+        scores = self.scores(q, k, sbias, scale)
+        out = torch.softmax(scores, -1) @ v.transpose(2, 3).float()
+        return [out.transpose(2, 3).to(q.dtype).contiguous(), torch.logsumexp(scores, -1), None, None]
+
+    def scores(self, q, k, sbias, scale):
+        assert q.is_contiguous() and q.shape[-1] == 32 and sbias.dim() == 4
+        q, k = (x.transpose(2, 3).float() for x in (q, k))
+        return scale * (q @ k.transpose(-1, -2) + sbias.float().unsqueeze(1))
+
+    def triattn_delta(self, grad, out):
+        assert grad.is_contiguous() and out.is_contiguous()
+        return (grad.float() * out.float()).sum(-1).transpose(2, 3)
+
+    def _dscores(self, q, k, v, sbias, grad, lse, delta, scale):
+        prob = torch.exp(self.scores(q, k, sbias, scale) - lse.unsqueeze(-1))
+        grad = grad.transpose(2, 3).float()
+        return prob, prob * (grad @ v.transpose(2, 3).float().transpose(-1, -2) - delta.unsqueeze(-1))
+
+    def triattn_bwd_kv(self, q, k, v, sbias, grad, lse, delta, scale):
+        prob, dscores = self._dscores(q, k, v, sbias, grad, lse, delta, scale)
+        dk = scale * dscores.transpose(-1, -2) @ q.transpose(2, 3).float()
+        dv = prob.transpose(-1, -2) @ grad.transpose(2, 3).float()
+        return tuple(x.transpose(2, 3).to(q.dtype) for x in (dk, dv))
+
+    def bwd_q(self, kernels, q, k, v, sbias, grad, lse, delta, scale, dbias):
+        _, dscores = self._dscores(q, k, v, sbias, grad, lse, delta, scale)
+        dbias += dscores.sum(1)
+        return (scale * dscores @ k.transpose(2, 3).float()).transpose(2, 3).to(q.dtype)
+
+
+def test_miniworld_is_tied_together_for_autograd(monkeypatch):
+    name = "miniworld_engine.kernels.triangle_attention.cuda"
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        fake_module(monkeypatch, ".".join(parts[:count]))
+    core = Core()
+    monkeypatch.setitem(sys.modules, f"{name}.h100_sm90", core)
+    monkeypatch.setattr(sys.modules[name], "h100_sm90", core, raising=False)
+    peer = other_peers.MiniWorld()
+    peers_module.register(peer)
+    shape = TriangleAttentionShape(crop=128, rows=2, heads=2, head_dim=32, bias_dtype="float32", batch=2)
+    record = run([shape, SHAPE], bench.PASSES, quick(impls=["miniworld", "torch"]))
+    rows = [row for row in record["rows"] if row["impl"] == "miniworld"]
+    assert [(row["N"], row["pass"]) for row in rows] == [(128, name) for name in bench.PASSES]
+    assert "whole tiles of 128" in record["absent_peers"]["miniworld"]
+    # The bench leaves the bias's gradient to the accuracy suite.
+    problem = bench._Problem(shape, "both", torch.device("cpu"), timing.WallTimer(), quick(layout="model"))
+    found = problem._both(peer, problem._inputs(0).with_grad())[3]
+    expected = problem._both(peers_module.Torch(), problem._inputs(0).with_grad())[3]
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    assert float((found - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_a_line_without_bias_is_held_to_a_reference_without_bias(monkeypatch):
+    calls = []
+
+    def flash_attn_func(q, k, v, softmax_scale=None, deterministic=False):
+        calls.append((q.shape, deterministic))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.softmax(softmax_scale * q @ k.transpose(-1, -2), -1) @ v
+        return out.transpose(1, 2), None
+
+    fake_module(monkeypatch, "flash_attn")
+    fake_module(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func)
+    shapes = [TriangleAttentionShape(crop=16, rows=5, heads=2, head_dim=16, batch=2, mask=mask) for mask in ("none", "bool")]
+    impls = ["fa4_nobias", "fa4_nobias_deterministic", "torch"]
+    record = run(shapes, bench.PASSES, quick(impls=impls))
+    found = {(row["impl"], row["pass"]): row for row in record["rows"] if row["mask"] == "none"}
+    assert set(found) == {(impl, name) for impl in impls for name in bench.PASSES} - {("fa4_nobias_deterministic", "forward")}
+    assert {row["impl"] for row in record["rows"] if row["mask"] == "bool"} == {"torch"}
+    assert "takes no mask per row" in record["absent_peers"]["fa4_nobias"]
+    assert set(found["fa4_nobias", "both"]["rel_rms"]) == {"out", "dq", "dk", "dv"}
+    assert set(calls) == {((10, 16, 2, 16), False), ((10, 16, 2, 16), True)}
+
+
+def test_a_library_whose_import_fails_is_absent(monkeypatch):
+    fake_module(monkeypatch, "turbopairformer")
+    assert "turbopairformer cannot be imported: AttributeError" in other_peers.TurboPairFormer().absent()
+    assert other_peers.FlashAttention4().absent() == "flash_attn.cute is not installed"
+    assert other_peers.MiniWorld().absent() == "miniworld_engine is not installed"
 
 
 def test_latency_of_calls_and_of_new_processes(monkeypatch):

@@ -154,6 +154,31 @@ def test_a_place_where_no_folder_can_be_means_memory_and_one_warning(place: str,
     assert len(only_memory(ObjectStore(place, toy.MemoryRecords()), fresh)) == 1
 
 
+@pytest.mark.parametrize("chosen", ["~tpf_jit-no-such-user/cache", None])
+def test_without_a_home_folder_kernels_stay_in_memory(
+    chosen: str | None, fresh: toy.ToyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(*arguments: object, **options: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TPF_JIT_CACHE", raising=False)
+    monkeypatch.setattr(cache, "_platform_folder", homeless)
+    caught = only_memory(ObjectStore(chosen, toy.MemoryRecords()), fresh)
+    assert len(caught) == 1 and "home directory" in str(caught[0].message)
+
+
+def test_without_a_home_folder_hashes_cannot_be_kept_and_this_process_goes_on(
+    tmp_path: Path, fresh: toy.ToyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPF_JIT_DB", "~tpf_jit-no-such-user/tuning.db")
+    store = ObjectStore(tmp_path / "objects")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = store.ensure(spec())
+    assert store.ensure(spec()) == path and fresh.compiles == 1
+    assert sum("TPF_JIT_DB" in str(w.message) for w in caught if w.category is CacheWarning) == 1
+
+
 def test_a_file_in_place_of_the_folder_means_memory(tmp_path: Path, fresh: toy.ToyBackend) -> None:
     (tmp_path / "objects").write_text("")
     assert len(only_memory(ObjectStore(tmp_path / "objects", toy.MemoryRecords()), fresh)) == 1

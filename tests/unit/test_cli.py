@@ -303,6 +303,20 @@ class TestDatabase:
         assert code == 1
         assert "problems" in out
 
+    @pytest.mark.parametrize("damage", ["garbage", "truncated"])
+    def test_verify_and_doctor_report_a_damaged_file_and_leave_it_alone(
+        self, call: Any, reading: Any, database: Path, damage: str
+    ) -> None:
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")
+        content = database.read_bytes()
+        database.write_bytes(b"no database " * 500 if damage == "garbage" else content[: len(content) // 2])
+        before = database.read_bytes()
+        assert reading("db", "verify", code=1)["problems"]
+        states = {finding["what"]: finding["state"] for finding in reading("doctor", code=1)["findings"]}
+        assert states["user database"] == doctor.FAIL
+        assert database.read_bytes() == before and not list(database.parent.glob("*.damaged-*"))
+
     @pytest.mark.parametrize("words", ["show x", "export x.jsonl", "verify", "merge missing.db", "import missing.jsonl"])
     def test_a_missing_file_is_one_line(self, call: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ from tpf_jit.cli.app import app
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = sorted([README, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-ENVIRONMENT = ("TPF_JIT_DB", "TPF_JIT_CACHE", "TPF_JIT_LOG")
+ENVIRONMENT = ("TPF_JIT_DB", "TPF_JIT_CACHE", "TPF_JIT_LOG", "TPF_JIT_WORKSPACE_MIB")
 
 
 def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -30,11 +30,13 @@ def small(dtype: torch.dtype = torch.float64, crop: int = 9, batch: int = 1) -> 
 
 def run(x: Inputs, scale: float = 0.3, grad_lse: torch.Tensor | None = None) -> tuple[dict, dict]:
     """Everything the path computes, and the same in float64."""
-    out, lse, residual = fallback.forward(x.q, x.k, x.v, x.bias, x.mask, scale, True)
+    out, lse, residual, lse_low = fallback.forward(x.q, x.k, x.v, x.bias, x.mask, scale, True)
     grads = fallback.backward(x.grad_out, grad_lse, x.q, x.k, x.v, x.bias, x.mask, scale, ALL)
     ref_out, ref_lse = reference.attention(x.q, x.k, x.v, x.bias, x.mask, scale)
     ref_grads = reference.attention_backward(x.grad_out, x.q, x.k, x.v, x.bias, x.mask, scale, grad_lse)
     names = ("dq", "dk", "dv", "dbias")
+    low = (lse.double() + lse_low.double()).masked_fill(lse == -math.inf, -math.inf) - ref_lse
+    assert float(low[ref_lse != -math.inf].abs().max()) <= 1e-5 * max(1.0, float(x.q.abs().max()) ** 2), "LSE and its low part"
     found = {"out": out, "lse": lse, "exact": out.double() + residual.double(), **dict(zip(names, grads, strict=True))}
     return found, {"out": ref_out, "lse": ref_lse, "exact": ref_out, **dict(zip(names, ref_grads, strict=True))}
 
@@ -174,8 +176,9 @@ def test_gradients_keep_the_layout_of_their_operands() -> None:
     dq, dk, dv, dbias = fallback.backward(x.grad_out, None, x.q, x.k, x.v, bias, None, 0.3, ALL)
     assert dq.stride() == x.q.stride() and dk.stride() == x.k.stride() and dv.stride() == x.v.stride()
     assert dbias.stride() == bias.stride() and dbias.dtype == bias.dtype
-    out, _, residual = fallback.forward(x.q, x.k, x.v, bias, None, 0.3, True)
+    out, _, residual, lse_low = fallback.forward(x.q, x.k, x.v, bias, None, 0.3, True)
     assert out.transpose(2, 3).is_contiguous() and residual.transpose(2, 3).is_contiguous()
+    assert lse_low.shape == x.q.shape[:-1]
 
 
 def test_gradient_of_the_lse_alone() -> None:
@@ -191,7 +194,7 @@ def test_gradient_of_the_lse_alone() -> None:
 def test_empty_problems(size: tuple[int, ...]) -> None:
     q = torch.randn(size)
     bias = torch.randn(size[0], 1, size[2], size[3], size[3])
-    out, lse, _ = fallback.forward(q, q, q, bias, None, 1.0, False)
+    out, lse, *_ = fallback.forward(q, q, q, bias, None, 1.0, False)
     assert out.shape == q.shape and lse.shape == q.shape[:-1]
     grads = fallback.backward(torch.randn(size), torch.ones(size[:-1]), q, q, q, bias, None, 1.0, ALL)
     assert [grad.shape for grad in grads] == [q.shape, q.shape, q.shape, bias.shape]
@@ -202,7 +205,7 @@ def test_nans_reach_what_depends_on_them_and_no_more() -> None:
     x = small(torch.bfloat16)
     x.q[0, 1, 0, 2, 3] = math.nan
     x.k[0, 4, 1, 5, 0] = math.nan
-    out, lse, _ = fallback.forward(x.q, x.k, x.v, x.bias, None, 0.3, False)
+    out, lse, *_ = fallback.forward(x.q, x.k, x.v, x.bias, None, 0.3, False)
     broken = torch.zeros(1, 6, 2, 9, dtype=torch.bool)
     broken[0, 1, 0, 2] = broken[0, 4, 1] = True
     assert torch.equal(lse.isnan(), broken) and torch.equal(out.isnan().any(-1), broken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -70,6 +72,14 @@ def test_a_kernel_is_compiled_and_loaded_when_first_used(backend: toy.ToyBackend
     assert "function" in vars(k), "after the first use it is a plain attribute"
     assert k.function is kernel(3).function, "two kernels of one specification share the function"
     assert len(backend.loads) == 1 and "loaded" in repr(k)
+
+
+def test_a_loaded_kernel_can_be_pickled_and_copied() -> None:
+    kernel = get_kernel("toy_forward", toy.ToyShape(), config=toy.ToyConfig(3))
+    assert callable(kernel.function)
+    for copied in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
+        assert copied.spec == kernel.spec and "function" not in vars(copied)
+        assert copied.function is kernel.function
 
 
 def test_shapes_that_share_a_variant_share_the_function(backend: toy.ToyBackend) -> None:

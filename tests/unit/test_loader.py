@@ -56,6 +56,17 @@ def build(folder: Path, symbol: str, value: int) -> Path:
     return library
 
 
+def test_a_linker_that_cannot_be_started_leaves_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_bytes(b"\x01\x02")
+    broken.chmod(0o755)
+    monkeypatch.setattr(linker, "linker", lambda: (str(broken),))
+    assert linker.link(tmp_path / "kernel.o") is None
+    assert "cannot link kernels" in caplog.text and "Exec format error" in caplog.text
+
+
 @needs_kernels_runtime
 def test_two_kernels_from_disk_do_not_answer_for_each_other(tmp_path: Path) -> None:
     one, two = build(tmp_path, "tpf_one", 1), build(tmp_path, "tpf_two", 2)

@@ -16,7 +16,7 @@ from tpf_jit.tune.check import Checker, plan, same_bits
 SHAPE = TriangleAttentionShape(crop=48, rows=7, heads=2, head_dim=16)
 
 
-def attention(q, k, v, bias, mask, out, residual, lse, scale, num_ctas):
+def attention(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas):
     """A right kernel: the calling convention's operation in float32."""
     scores = scale * q.float() @ k.float().mT + bias.float().unsqueeze(1)
     if mask is not None:
@@ -95,7 +95,7 @@ def test_a_bug_on_ragged_crops_only_is_found():
 
 
 def test_a_bug_that_only_large_logits_show_is_found():
-    def kernel(q, k, v, bias, mask, out, residual, lse, scale, num_ctas):
+    def kernel(q, k, v, bias, mask, out, residual, lse, lse_low, scale, num_ctas):
         scores = scale * q.float() @ k.float().mT + bias.float().unsqueeze(1)
         exponentials = scores.exp()  # without the row maximum: infinite from 89 on
         out.copy_((exponentials / exponentials.sum(-1, keepdim=True)) @ v.float())

@@ -202,13 +202,16 @@ def test_a_truncated_file_is_set_aside_and_salvaged(filled: Path) -> None:
 
 
 def test_what_is_still_readable_moves_over(filled: Path) -> None:
-    """A page of zeros in the middle of the rows: those around it are kept, and none that it altered."""
+    """A page of zeros in the middle of the rows and one row altered: those around are kept, and none that is not as it was."""
     with closing(sqlite3.connect(filled)) as connection:
         page_size = connection.execute("PRAGMA page_size").fetchone()[0]
     content = bytearray(filled.read_bytes())
     needle = trial(shape(crop=64 + 100), us=200, detail="d" * 500).id.encode()
     page = content.find(b"d" * 500, content.find(needle)) // page_size
     content[page * page_size : (page + 1) * page_size] = bytes(page_size)
+    altered = content.find(b"d" * 500)
+    assert altered // page_size != page
+    content[altered : altered + 4] = b"else"
     filled.write_bytes(content)
     original = {trial(shape(crop=64 + number), us=100 + number, detail="d" * 500).id for number in range(200)}
     store, _ = reopened(filled, r"(1[0-9][0-9]) trials were saved")

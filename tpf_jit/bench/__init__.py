@@ -1,9 +1,10 @@
 """Benches: tpf_jit beside its peers on one GPU, as records (`tpf_jit.records` keeps them; format in docs).
 
     attention.py   triangle attention, forward and backward, interleaved with every peer that is installed
+    accuracy.py    triangle attention and its gradients against float64, case by case, and repeated calls bit by bit
     latency.py     overhead of a call, and time from import to the first result in a new process
     environment.py the device, its clock, and the head of a record
-    peers.py       who is measured, and how each is called
+    peers.py       who is measured; peer_base.py what that takes, other_peers.py how each library is called
 
 Every function returns the record as a plain dict and writes nothing.
 """
@@ -13,11 +14,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-_EXPORTS = {"BenchSettings": "attention", "bench_attention": "attention", "bench_latency": "latency", "peers": "peers"}
+_EXPORTS = {
+    "AccuracySettings": "accuracy",
+    "BenchSettings": "attention",
+    "accuracy_attention": "accuracy",
+    "bench_attention": "attention",
+    "bench_latency": "latency",
+    "peers": "peers",
+}
 
-__all__ = ["BenchSettings", "bench_attention", "bench_latency"]
+__all__ = ["AccuracySettings", "BenchSettings", "accuracy_attention", "bench_attention", "bench_latency"]
 
 if TYPE_CHECKING:
+    from .accuracy import AccuracySettings, accuracy_attention
     from .attention import BenchSettings, bench_attention
     from .latency import bench_latency
 

@@ -5,7 +5,8 @@ of a full-size call is exact evidence about those rows). Implementations take tu
 through more than twice the L2 cache, the GPU is heated first, and the figure is the median of all samples.
 
 Passes: ``forward`` without autograd; ``backward`` the gradients of q, k, v and bias with the graph at hand; ``both`` a forward
-that keeps what the backward needs, and the backward.
+that keeps what the backward needs, and the backward. A peer that takes no bias is compared with float64 without it, and its
+backward lacks that gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpf_jit.bench.environment import bench_device, record_head
-from tpf_jit.bench.peers import Inputs, Peer, peers
+from tpf_jit.bench.peer_base import Inputs, Peer, differentiated
+from tpf_jit.bench.peers import peers
 from tpf_jit.errors import InvalidInput, MeasurementFailed
 from tpf_jit.tune import timing
 
@@ -31,7 +33,7 @@ class BenchSettings:
     """How to measure.
 
     Attributes:
-        impls: names of the implementations, all when None.
+        impls: names of the implementations; when None all but the ablations.
         layout: ``model``: q, k, v as views of (B, I, N, H, D), bias as a view with the heads innermost, as projections leave
             them; ``contiguous``: every tensor contiguous as its shape says.
         rounds: rounds of the interleaving, even.
@@ -81,7 +83,7 @@ def bench_attention(
             raise InvalidInput.of("passes", repr(name), ", ".join(PASSES))
     if settings.layout not in LAYOUTS:
         raise InvalidInput.of("layout", repr(settings.layout), ", ".join(LAYOUTS))
-    chosen = peers(settings.impls)
+    chosen = peers(settings.impls) if settings.impls is not None else [peer for peer in peers() if peer.timed]
     gpu, timer = bench_device(device)
     absent: dict[str, str] = {}
     present = []
@@ -193,7 +195,7 @@ class _Problem:
     def _admit(self, peer: Peer, inputs: Inputs) -> tuple[str | None, dict[str, Any]]:
         """Load, check and weigh one implementation: (why it is left out, fields of its row)."""
         try:
-            facts = dict(peer.ready(self._shape, inputs))
+            facts = dict(peer.ready(self._shape, inputs, self._pass))
             errors = self._errors(peer, inputs)
             wrong = {name: value for name, value in errors.items() if not value <= WRONG}
             if wrong:
@@ -222,14 +224,16 @@ class _Problem:
         if self._pass == "forward":
             return [lambda one=one: self._forward(peer, one) for one in self._sets]
         if self._pass == "both":
-            return [lambda one=one: self._both(peer, one) for one in map(_with_grad, self._sets)]
+            return [lambda one=one: self._both(peer, one) for one in (one.with_grad() for one in self._sets)]
         import torch
 
         launches = []
         # Two graphs suffice: what they hold beside the inputs is larger than the cache, and for unfused peers huge.
-        for one in map(_with_grad, self._sets[:2]):
-            out = peer.forward(one)
-            launches.append(lambda one=one, out=out: torch.autograd.grad(out, one.leaves(), one.grad, retain_graph=True))
+        for one in (one.with_grad() for one in self._sets[:2]):
+            out, leaves = peer.forward(one), differentiated(peer, one)
+            launches.append(
+                lambda one=one, out=out, leaves=leaves: torch.autograd.grad(out, leaves, one.grad, retain_graph=True)
+            )
         return launches
 
     def _forward(self, peer: Peer, inputs: Inputs) -> Any:
@@ -241,7 +245,7 @@ class _Problem:
     def _both(self, peer: Peer, inputs: Inputs) -> Any:
         import torch
 
-        return torch.autograd.grad(peer.forward(inputs), inputs.leaves(), inputs.grad)
+        return torch.autograd.grad(peer.forward(inputs), differentiated(peer, inputs), inputs.grad)
 
     def _peak_mib(self, peer: Peer, inputs: Inputs) -> float | None:
         import torch
@@ -252,7 +256,7 @@ class _Problem:
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        result = self._forward(peer, inputs) if self._pass == "forward" else self._both(peer, _with_grad(inputs))
+        result = self._forward(peer, inputs) if self._pass == "forward" else self._both(peer, inputs.with_grad())
         self._timer.wait()
         del result
         return round((torch.cuda.max_memory_allocated(self._device) - before) / 2**20, 1)
@@ -263,14 +267,15 @@ class _Problem:
 
         rows = self._shape.rows
         picked = sorted({round(i * (rows - 1) / max(1, self._settings.check_rows - 1)) for i in range(self._settings.check_rows)})
-        reference = _float64(inputs, picked)
+        no_bias = inputs.bias.new_zeros(()).expand_as(inputs.bias)
+        reference = _float64(inputs if peer.biased else replace(inputs, bias=no_bias), picked)
         if self._pass == "forward":
             found = {"out": self._forward(peer, inputs)}
         else:
-            leaves = _with_grad(inputs)
+            leaves = inputs.with_grad()
             out = peer.forward(leaves)
             found = {"out": out.detach()}
-            gradients = torch.autograd.grad(out, leaves.leaves(), inputs.grad)
+            gradients = torch.autograd.grad(out, differentiated(peer, leaves), inputs.grad)
             found |= dict(zip(("dq", "dk", "dv"), gradients[:3], strict=True))
         return {name: _relative_rms(value[:, picked], reference[name]) for name, value in found.items()}
 
@@ -292,11 +297,6 @@ class _Problem:
     def _set_bytes(self, inputs: Inputs) -> int:
         tensors = inputs.leaves() if self._pass == "forward" else (*inputs.leaves(), inputs.grad)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _with_grad(inputs: Inputs) -> Inputs:
-    leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves()]
-    return replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], bias=leaves[3])
 
 
 def _float64(inputs: Inputs, rows: list[int]) -> dict[str, Any]:

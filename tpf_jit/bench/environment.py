@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from tpf_jit.bench.peers import installed_version
+from tpf_jit.bench.peer_base import installed_version
 from tpf_jit.errors import MeasurementFailed
 from tpf_jit.tune import timing
 from tpf_jit.tuning_db.rows import utc_now

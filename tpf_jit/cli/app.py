@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpf_jit.cli import bench, db, doctor, kernels, records
+from tpf_jit.cli import accuracy, bench, db, doctor, kernels, records
 from tpf_jit.errors import TpfError
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app.command("compile", short_help="Compile kernels, with or without a GPU, and s
 app.command("explain")(kernels.explain)
 app.command("tune")(kernels.tune)
 app.command("demo", short_help="Show what tpf_jit does on this machine.")(kernels.demo)
+app.command("accuracy", short_help="Judge implementations and gradients against float64.")(accuracy.accuracy)
 app.add_typer(bench.app, name="bench")
 app.add_typer(db.app, name="db")
 app.add_typer(records.app, name="records")

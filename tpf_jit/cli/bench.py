@@ -39,20 +39,21 @@ def attention(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Time triangle attention: tpf_jit, stock PyTorch, and cuEquivariance where it is installed, interleaved."""
+    """Time triangle attention: tpf_jit, stock PyTorch, and every other library that is installed, interleaved."""
     from tpf_jit.bench import BenchSettings, bench_attention
 
     shapes = _shapes.shapes(
         [crops], head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
     )
     settings = BenchSettings(
-        impls=_words(impls) if impls else None, layout=layout, rounds=rounds, samples=samples
+        impls=words(impls) if impls else None, layout=layout, rounds=rounds, samples=samples
     )
-    record = bench_attention(shapes, _words(passes), settings, device, _command(), None if json else say)
+    record = bench_attention(shapes, words(passes), settings, device, command_line(), None if json else say)
     _finish(record, out, json, _attention_table)
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """`"a, b"` as names."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -83,7 +84,7 @@ def latency(
     from tpf_jit.bench import bench_latency
     from tpf_jit.shape import TriangleAttentionShape
 
-    record = bench_latency(TriangleAttentionShape(crop=crop, head_dim=head_dim), repeats, cold, device, _command())
+    record = bench_latency(TriangleAttentionShape(crop=crop, head_dim=head_dim), repeats, cold, device, command_line())
     _finish(record, out, json, _latency_table)
 
 
@@ -97,7 +98,8 @@ def _latency_table(record: dict[str, Any]) -> None:
     print_table("a new process, seconds", ("step", *(f"{row['cache']} cache" for row in first)), rows)
 
 
-def _command() -> str:
+def command_line() -> str:
+    """The command line of this process, for a record."""
     return shlex.join(["tpf-jit", *sys.argv[1:]])
 
 
@@ -107,6 +109,11 @@ def _finish(record: dict[str, Any], out: Path | None, as_json: bool, show: Any) 
     else:
         show(record)
     if out is not None:
-        from tpf_jit import records
+        keep(record, out)
 
-        say(f"written: {records.write(record, out)}")
+
+def keep(record: dict[str, Any], folder: Path) -> None:
+    """Write a record into a folder and say where it is."""
+    from tpf_jit import records
+
+    say(f"written: {records.write(record, folder)}")

@@ -23,13 +23,19 @@ File = Annotated[Path, typer.Argument(metavar="FILE")]
 
 
 def _open(path: Path | None, must_exist: bool = True) -> TuningStore:
+    from tpf_jit.tuning_db import TuningStore
+
+    return TuningStore(_existing(path) if must_exist else path)
+
+
+def _existing(path: Path | None) -> Path:
     from tpf_jit.errors import DatabaseError
-    from tpf_jit.tuning_db import TuningStore, user_database_path
+    from tpf_jit.tuning_db import user_database_path
 
     file = path or user_database_path()
-    if must_exist and not file.is_file():
+    if not file.is_file():
         raise DatabaseError(f"{file} does not exist; `tpf-jit tune TARGET` makes it, `tpf-jit db import FILE` fills it")
-    return TuningStore(file)
+    return file
 
 
 @app.command("list")
@@ -123,8 +129,10 @@ def _report(result: Any) -> None:
 @app.command()
 def verify(db: Database = None, json: Json = False) -> None:
     """Check the file, the schema, and every row against the hash of its content. Exit code 1 where something is wrong."""
-    with _open(db) as store:
-        problems = store.verify()
+    from tpf_jit.tuning_db.audit import audit_file
+
+    # Not through a store, which would set a damaged file aside and find its replacement sound.
+    problems = audit_file(_existing(db))
     if json:
         print_json({"problems": problems})
     else:

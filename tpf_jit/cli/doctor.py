@@ -165,17 +165,18 @@ def _cache() -> Finding:
 
 
 def _database() -> Finding:
-    from tpf_jit.tuning_db import TuningStore, user_database_path
+    from tpf_jit.tuning_db import user_database_path
+    from tpf_jit.tuning_db.audit import audit_file
+    from tpf_jit.tuning_db.reader import read_layer
 
     path = user_database_path()
     if not path.exists():
         return Finding("user database", OK, f"{path}, not made yet (tpf-jit tune makes it)")
-    with TuningStore(path) as store:
-        problems = store.verify()
-        cells = len(store.cells())
+    problems = audit_file(path)
     if problems:
-        return Finding("user database", FAIL, f"{path}: {problems[0]}", "tpf-jit db verify shows all problems")
-    return Finding("user database", OK, f"{path}, {cells} cells")
+        remedy = "tpf-jit db verify shows all problems; a file that is damaged as a whole is set aside at the next write"
+        return Finding("user database", FAIL, f"{path}: {problems[0]}", remedy)
+    return Finding("user database", OK, f"{path}, {len(read_layer(path).winners)} tuned problems")
 
 
 def _winners() -> Finding:

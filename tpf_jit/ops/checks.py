@@ -68,6 +68,13 @@ def check_scale(scale: object) -> float:
     return float(scale)
 
 
+def scale_of(q: Tensor, scale: object) -> float:
+    """The scale of a call: the caller's, checked as by `check_scale`, or `head_dim ** -0.5` for None."""
+    if scale is not None:
+        return check_scale(scale)
+    return q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+
+
 def is_canonical(q: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
     """Whether a call can go to the operator as it is: q, bias and mask five-dimensional."""
     return q.dim() == CANONICAL_RANK and bias.dim() == CANONICAL_RANK and (mask is None or _plain_mask(mask))

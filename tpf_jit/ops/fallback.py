@@ -27,26 +27,27 @@ CPU_SCORE_BUDGET_BYTES = 16 * 2**20
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float, need_residual: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and rounding residual.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, and what rounding took from each.
 
     Args:
         q, k, v: `(B, I, H, N, D)`, one floating dtype, any strides.
         bias: `(B or 1, I or 1, H, N, N)`, any floating dtype.
         mask: None, boolean (True keeps a key) or additive, `(B or 1, I or 1, 1, 1, N or 1)`.
         scale: multiplies the scores before the bias is added.
-        need_residual: whether to also return what rounding took from the output.
+        need_residual: whether to also return the roundings.
 
     Returns:
         out `(B, I, H, N, D)` in q's dtype, a transposed view of `(B, I, N, H, D)` storage;
         lse `(B, I, H, N)` float32 (float64 for float64 q), natural logarithm;
-        residual like out, or an empty tensor.
+        residual like out and lse_low like lse, or empty tensors. lse + lse_low is exact also where lse is -1e9 for -1e9 + ln N.
     """
     batch, rows, heads, crop, _ = q.shape
     compute = _compute_dtype(q, bias)
     out = projection_layout_empty(q)
     lse = torch.empty((batch, rows, heads, crop), dtype=lse_dtype(q), device=q.device)
     residual = projection_layout_empty(q) if need_residual else q.new_empty(0)
+    lse_low = torch.empty_like(lse) if need_residual else lse.new_empty(0)
     with torch.autocast(q.device.type, enabled=False):
         for part in _chunks(q, compute, live_tensors=1):
             score = _scores(part, q, k, bias, mask, scale, compute)
@@ -56,10 +57,12 @@ def forward(
             total = score.sum(-1, keepdim=True)
             exact = torch.matmul(score, v[part.kv].to(compute)).div_(total.masked_fill(total == 0, 1.0))
             out[part.q] = exact
-            lse[part.q] = total.log_().add_(top).squeeze(-1)
+            total.log_()
+            lse[part.q] = (total + top).squeeze(-1)
             if need_residual:
                 residual[part.q] = exact.sub_(out[part.q])
-    return out, lse, residual
+                lse_low[part.q] = _lost(top, total).squeeze(-1)
+    return out, lse, residual, lse_low
 
 
 def backward(
@@ -159,6 +162,14 @@ def _scores(
         else:
             score.add_(keys)
     return score
+
+
+def _lost(top: Tensor, log_total: Tensor) -> Tensor:
+    """What the rounding of top + log_total takes from it, exactly, whichever is larger; 0 where the sum is infinite."""
+    whole = top + log_total
+    seen = whole - top
+    low = (top - (whole - seen)) + (log_total - seen)
+    return low.masked_fill_(whole.isinf(), 0.0)
 
 
 def _probabilities(

@@ -22,6 +22,9 @@ from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention.layout import bias_kernel_dtype, outer_sizes
 
 FORWARD = "triangle_attention/forward"
+BACKWARD_STATS = "triangle_attention/backward_stats"
+BACKWARD_KEY = "triangle_attention/backward_key"
+BACKWARD_QUERY = "triangle_attention/backward_query"
 FLAGS = {False: (), True: (("residual", True),)}
 
 EMPTY = "the tensors are empty"
@@ -38,10 +41,11 @@ class Hardware(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A loaded kernel and the grid it is launched with."""
+    """A loaded kernel, the grid it is launched with, and for query-side backward kernels the slabs of the bias's gradient."""
 
     function: Callable[..., None]
     num_ctas: int
+    slabs: int = 1
 
 
 def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None:
@@ -100,27 +104,30 @@ def _cuda_hardware(index: int) -> Hardware:
     return Hardware(found.arch, "" if found.arch else reason, sms)
 
 
-def find_kernel(shape: TriangleAttentionShape, residual: bool, device: torch.device) -> Launch | str:
-    """The kernel for a call, compiled and loaded on first use, or why there is none.
+def find_kernel(family: str, shape: TriangleAttentionShape, flags: kernels.Flags, device: torch.device) -> Launch | str:
+    """The kernel of a family for a call, compiled and loaded on first use, or why there is none.
 
     Raises:
         ColdKernelInCapture: a CUDA graph is being captured and the kernel is not loaded; the stream is untouched.
         CacheUntrusted: the object cache could have been written by somebody else.
     """
     try:
-        function = kernels.get_kernel(FORWARD, shape, FLAGS[residual]).function
+        kernel = kernels.get_kernel(family, shape, flags)
+        function = kernel.function
     except (NoKernel, CompileFailed, ShapeUnsupported) as error:
         first_line = str(error).partition("\n")[0]
         return f"no kernel could be had ({type(error).__name__}: {first_line})"
-    return Launch(function, hardware(device).sms)
+    sms = hardware(device).sms
+    return Launch(function, sms, kernel.template.slabs(shape, kernel.config, sms) if family == BACKWARD_QUERY else 1)
 
 
-def warn_once(reason: str) -> None:
+def warn_once(reason: str, what: str = "triangle_attention") -> None:
     """Give a FallbackWarning that names the reason, the first time in this process that it applies."""
-    if reason in _warned or reason == EMPTY:
+    text = f"{what} takes the PyTorch path: {reason}"
+    if text in _warned or reason == EMPTY:
         return
-    _warned.add(reason)
-    warnings.warn(f"triangle_attention takes the PyTorch path: {reason}", FallbackWarning, stacklevel=2)
+    _warned.add(text)
+    warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
 _KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_DTYPES)

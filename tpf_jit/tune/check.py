@@ -76,6 +76,12 @@ def plan(shape: Any, device_type: str = "cuda", seed: int | None = None, familie
     return cases
 
 
+def configure(workload: Any, config: Any) -> None:
+    """Tell a workload whose arguments depend on it which configuration comes next; most have no such method."""
+    if hasattr(workload, "configure"):
+        workload.configure(config)
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two outputs (torch tensors, or anything with a buffer) are equal bit for bit; NaN equals the same NaN."""
     if hasattr(a, "untyped_storage"):
@@ -128,6 +134,7 @@ class Checker:
             prepared = self._case(case)
             if prepared is None:
                 continue
+            configure(prepared[0], config)
             bad = self._judge(kernel_fn, prepared, REPEATS if index == 0 else 1, worst)
             if bad is not None:
                 return Verdict(bad[0], f"{bad[1]} at {case}", worst)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from tpf_jit.errors import MeasurementFailed, NoKernel
 from tpf_jit.tune import timing
-from tpf_jit.tune.check import Checker
+from tpf_jit.tune.check import Checker, configure
 from tpf_jit.tune.timing import DeviceHung, Launch, Timer
 
 PROTOCOL = "events-rotated-cold-1"
@@ -205,7 +205,7 @@ class WorkloadMeasurer:
                     if outcomes[job.key].status != "ok":
                         continue
                     try:
-                        launches = self._prepare(self._function(job))
+                        launches = self._prepare(job)
                         self._heat(launches)
                         rounds[job.key].append(self._sample(launches, settings.round_samples))
                     except Exception as error:
@@ -231,7 +231,7 @@ class WorkloadMeasurer:
     def _time(self, job: Job, best_us: float | None, incumbent: Job | None) -> Outcome:
         settings = self._settings
         with timing.exclusive(self._lock):
-            launches = self._prepare(self._function(job))
+            launches = self._prepare(job)
             before = self._clocks()
             self._heat(launches)
             look = self._sample(launches, settings.first_look)
@@ -292,8 +292,9 @@ class WorkloadMeasurer:
     def _bind(self, function: Any) -> list[Launch]:
         return [self._workload.prepare(function, inputs) for inputs in self._sets]
 
-    def _prepare(self, function: Any) -> list[Launch]:
+    def _prepare(self, job: Job) -> list[Launch]:
         """Launches over all rotated sets; fewer sets where memory runs out."""
+        function = self._function(job)
         if self._workload is None:
             self._workload = self._template.workload(self._shape, self._torch_device, self._checker.seed)
             copies, self._flush = timing.rotation(self._timer.cold_bytes, self._workload.bytes_per_set)
@@ -302,6 +303,7 @@ class WorkloadMeasurer:
                 copies = max(1, min(copies, self._memory // (4 * max(1, self._workload.bytes_per_set))))
                 self._flush = copies * self._workload.bytes_per_set <= self._timer.cold_bytes or copies < 2
             self._wanted = copies
+        configure(self._workload, job.config)
         while True:
             try:
                 while len(self._sets) < self._wanted:
