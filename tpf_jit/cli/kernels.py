@@ -120,7 +120,7 @@ def tune(
     dtype: Dtype = "bfloat16",
     bias_dtype: BiasDtype = None,
     mask: Mask = "none",
-    direction: Annotated[str, typer.Option("--direction", help="forward, backward_stats, backward_key or backward_query.")] = "forward",
+    direction: Annotated[str, typer.Option("--direction", help="forward, or backward_stats, _key or _query.")] = "forward",
     budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem.")] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem, at most.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
