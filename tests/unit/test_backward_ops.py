@@ -26,6 +26,11 @@ NAMES = ("dq", "dk", "dv", "dbias")
 
 
 @pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def hopper(monkeypatch) -> None:
     """Lets this machine pass for one with a Hopper GPU; what it passes for changes, and plans remember it."""
     plans._plans.clear()
@@ -203,7 +208,8 @@ def test_any_gradient_of_the_output(kernels, name: str, batch: int, per_row: boo
     x = small(batch=batch)
     bias = torch.randn(batch, 5, 3, 21, 21, dtype=BF16) if per_row else x.bias
     tensors, given = [*leaves(x)[:3], bias.requires_grad_()], GRADS[name](x.grad_out)
-    check(tensors, step(tensors, grad_out=given), grad_out=given)
+    # Where all channels of a gradient are equal, their roundings do not average.
+    check(tensors, step(tensors, grad_out=given), grad_out=given, slack=1.2 if name.startswith("expanded") else 1.0)
     if name == "contiguous":
         assert kernels.last["stats"]["dout"].data_ptr() == given.data_ptr(), "legal strides are read in place"
     assert kernels.last["stats"]["dout"] is kernels.last["key"]["dout"], "copied at most once"
