@@ -638,3 +638,15 @@ def test_plans_are_bounded(kernel, monkeypatch) -> None:
 def test_equal_calls_give_equal_bits(kernel) -> None:
     tensors = call_tensors(N=37)
     assert torch.equal(triangle_attention(*tensors), triangle_attention(*tensors))
+
+
+@pytest.mark.parametrize("transform", ["func", "dual"])
+def test_forward_mode_is_refused_not_dropped(transform: str) -> None:
+    q, k, v = (torch.randn(1, 3, 2, 9, 8) for _ in range(3))
+    bias = torch.randn(1, 1, 2, 9, 9)
+    with pytest.raises(RuntimeError, match="jvp|setup_context"):
+        if transform == "func":
+            torch.func.jvp(lambda x: triangle_attention(x, k, v, bias), (q,), (q,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                triangle_attention(torch.autograd.forward_ad.make_dual(q, q), k, v, bias)

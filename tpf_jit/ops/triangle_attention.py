@@ -221,15 +221,22 @@ class _Shared(torch.autograd.Function):
         return (grad / (ctx.sizes.numel() // grad.numel())).expand(ctx.sizes)
 
 
+def _forward_mode() -> bool:
+    """Whether tangents may be about (torch.func.jvp, forward_ad): autograd functions refuse them, plain calls would drop them."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def _forward_autograd(q, k, v, bias, mask, scale, need_residual, compensate=True, workspace_mib=None):
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or bias.requires_grad):
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or bias.requires_grad)
+    if wanted or _forward_mode():
         return _Forward.apply(q, k, v, bias, mask, scale, need_residual, compensate, workspace_mib)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, bias, mask, scale, need_residual)
 
 
 def _backward_autograd(*arguments):
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    if wanted or _forward_mode():
         return _Backward.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*arguments)
