@@ -263,6 +263,8 @@ def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: 
                 config = config_from_dict(owner.Config, config)
             except ValueError as error:
                 raise InvalidInput.of("config", str(error), f"the fields of {owner.Config.__qualname__}") from error
+        if not isinstance(config, owner.Config):
+            raise InvalidInput.of("config", type(config).__name__, f"a {owner.Config.__qualname__} or a dict of its fields")
         kernel = kernels.get_kernel(owner.name, shape, flags, config)
     if kernel.spec.arch != arch:
         raise NoKernel(f"{kernel.spec.template} targets {kernel.spec.arch}, not {arch}")
@@ -298,14 +300,21 @@ def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
             store.ensure(spec)
         return
     failures = []
-    with CompilePool(workers) as pool, ThreadPoolExecutor(pool.workers) as threads:
-        jobs = [threads.submit(store.ensure, spec, lambda spec: pool.submit(spec).result()) for spec in missing]
-        for job in jobs:
-            error = job.exception()
-            if isinstance(error, CompileFailed):
-                failures.append(error)
-            elif error is not None:
-                raise error
+    with CompilePool(workers) as pool:
+        threads = ThreadPoolExecutor(pool.workers)
+        try:
+            jobs = [threads.submit(store.ensure, spec, lambda spec: pool.submit(spec).result()) for spec in missing]
+            for job in jobs:
+                error = job.exception()
+                if isinstance(error, CompileFailed):
+                    failures.append(error)
+                elif error is not None:
+                    raise error
+        except BaseException:
+            # Ctrl-C must not wait for what is queued; leaving the pool by an exception ends what runs.
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        threads.shutdown()
     if failures:
         raise failures[0]
 

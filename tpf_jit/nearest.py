@@ -1,6 +1,8 @@
 """Records of other problems and other devices that may serve one: what is comparable, and how far it is off.
 
-Comparable is what runs the same code: equal padded head dim, dtypes, and with or without a mask. Standard library only.
+Comparable is what runs the same code: equal padded head dim, dtypes, and with or without a mask. A record that differs in the
+mask alone serves where nothing comparable was measured on the device: mask or not, the best tiles are much the same. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Candidate:
     winner: Winner
     layer: Layer
     distance: float
+    masked: bool | None = None
+    """Whether it was measured with a mask, where the problem differs in that; None where it does not."""
 
 
 class Index:
@@ -51,22 +55,29 @@ class Index:
         own = cell_key(shape, direction)
         return self._by_distance(op, direction, shape, lambda cell, where: where == model and cell != own)
 
+    def across_mask(self, op: str, direction: str, shape: Any, model: str) -> Iterator[Candidate]:
+        """Records of one device model that would be neighbours but for the mask, which only one of the two has; nearest first."""
+        return self._by_distance(op, direction, shape, lambda _, where: where == model, other_mask=True)
+
     def elsewhere(self, op: str, direction: str, shape: Any, model: str) -> Iterator[Candidate]:
         """Records of all other devices, nearest first."""
         return self._by_distance(op, direction, shape, lambda cell, where: where != model)
 
-    def _by_distance(self, op: str, direction: str, shape: Any, wanted: Callable[[str, str], bool]) -> Iterator[Candidate]:
+    def _by_distance(
+        self, op: str, direction: str, shape: Any, wanted: Callable[[str, str], bool], other_mask: bool = False
+    ) -> Iterator[Candidate]:
         found = [
             (distance(shape, other), -other.crop, number, cell, model)
-            for number, cell, model, other in self._alike(op, direction, shape)
+            for number, cell, model, other in self._alike(op, direction, shape, other_mask)
             if wanted(cell, model)
         ]
+        masked = not shape.has_mask if other_mask and found else None
         for apart, _, number, cell, model in sorted(found):
             for winner in self.layers[number].winners[cell, model]:
-                yield Candidate(winner, self.layers[number], apart)
+                yield Candidate(winner, self.layers[number], apart, masked)
 
-    def _alike(self, op: str, direction: str, shape: Any) -> list[tuple[int, str, str, Any]]:
-        """Parsed cells that share everything in `SAME` with the problem; parsed once a kind of problem."""
+    def _alike(self, op: str, direction: str, shape: Any, other_mask: bool) -> list[tuple[int, str, str, Any]]:
+        """Parsed cells that share everything in `SAME` with the problem, or all but the mask; parsed once a kind of problem."""
         if not hasattr(type(shape), "parse") or not all(hasattr(shape, name) for name in (*_SIZES, *SAME)):
             return []
         kind = (type(shape), op, direction)
@@ -79,7 +90,7 @@ class Index:
                     continue
                 groups[_traits(other)].append((number, cell, model, other))
             self._shapes[kind] = groups
-        return self._shapes[kind].get(_traits(shape), [])
+        return self._shapes[kind].get(_traits(shape, other_mask), [])
 
 
 def distance(shape: Any, other: Any) -> float:
@@ -99,8 +110,11 @@ def _octaves(one: int, other: int) -> float:
     return abs(math.log2(one / other))
 
 
-def _traits(shape: Any) -> tuple:
-    return tuple(getattr(shape, name) for name in SAME)
+def _traits(shape: Any, other_mask: bool = False) -> tuple:
+    traits = {name: getattr(shape, name) for name in SAME}
+    if other_mask:
+        traits["has_mask"] = not traits["has_mask"]
+    return tuple(traits.values())
 
 
 def siblings_first(candidates: Iterator[Candidate], device: Device | None) -> Iterator[Candidate]:

@@ -2,6 +2,7 @@
 
     exact cell, measured on this device model                 "tuned"
     nearest crop on this device model                         "nearest"
+    the same without the mask, or with one                    "nearest", and the note says so
     another Hopper device's record, exact before nearest      "sibling"
     the template's default                                    "default"
 
@@ -15,6 +16,7 @@ Standard library only; templates come from the registry, which imports neither t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import threading
@@ -166,10 +168,11 @@ class Dispatcher:
         index = self._loaded()
         chain = [f"{layer.name}: {layer.problem}" for layer in index.layers if layer.problem]
         model = device.model if device is not None else ""
+        problem = (op, direction, shape, model)
         steps = (
             ("tuned", self._exact(cell_key(shape, direction), model, usable)),
-            ("nearest", index.nearest(op, direction, shape, model)),
-            ("sibling", siblings_first(index.elsewhere(op, direction, shape, model), device)),
+            ("nearest", itertools.chain(index.nearest(*problem), index.across_mask(*problem))),
+            ("sibling", siblings_first(index.elsewhere(*problem), device)),
         )
         for source, candidates in steps:
             found = self._first_accepted(source, candidates, shape, usable, chain)
@@ -216,6 +219,8 @@ class Dispatcher:
                 chain.append(f"{source}: {record}, {_text(winner.config)}: skipped, {problem}")
                 continue
             remarks = _remarks(winner, usable[winner.template], problem)
+            if candidate.masked is not None:
+                remarks.insert(0, f"measured {'with' if candidate.masked else 'without'} a mask, unlike this problem")
             note = _note(source, candidate, self.device, remarks)
             chain.append(f"{source}: {record}, {_text(winner.config)}, {winner.us:.1f} us: used")
             return Resolution(
@@ -275,7 +280,7 @@ def _note(source: str, candidate: Candidate, device: Device | None, remarks: lis
     where = f"on {winner.device_name} on {winner.date[:10]} ({winner.us:.1f} us; {candidate.layer.name})"
     if source == "tuned":
         text = f"measured for exactly this problem {where}"
-    elif candidate.distance == 0.0:
+    elif candidate.distance == 0.0 and candidate.masked is None:
         text = f"measured for an equal problem {where}"
     else:
         text = f"measured for the near problem {winner.cell} {where}, distance {candidate.distance:.2f}"

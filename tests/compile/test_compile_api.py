@@ -54,3 +54,32 @@ def objects_of(state: Path, kernel: tpf_jit.api.CompiledKernel) -> list[Path]:
 def test_an_illegal_configuration_is_refused_before_the_compiler_starts() -> None:
     with pytest.raises(InvalidInput, match="registers|shared memory|outside"):
         tpf_jit.compile(SHAPE, config={"tile_n": 256, "consumer_warpgroups": 4})
+
+
+INTERRUPTED = """
+import signal, threading, time
+import toy_template as toy
+toy.install()
+from tpf_jit import api, kernels
+from tpf_jit.compiler import KernelSpec
+specs = {KernelSpec.make("toy_forward", toy.ToyShape(), toy.ToyConfig(tile, "hanging", LOG)) for tile in range(1, 7)}
+def interrupt():
+    while not open(LOG).read():
+        time.sleep(0.05)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    api._build(specs, 1)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_a_compile_of_many(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(root / 'tests')!r}); LOG = {str(log)!r}\n{INTERRUPTED}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr
+    assert len(log.read_text().splitlines()) == 1, "what was queued is not begun"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -264,6 +267,45 @@ def test_one_failure_does_not_waste_the_others(store) -> None:
     with pytest.raises(CompileFailed, match="ptxas says no"):
         api.compile(shapes)
     assert len(store.here) == 2
+
+
+def test_ctrl_c_does_not_wait_for_what_is_queued(store, monkeypatch) -> None:
+    class SlowPool(FakePool):
+        """Kernels take "for ever", as long as nobody leaves the pool by an exception."""
+
+        def __init__(self, workers=None) -> None:
+            super().__init__(1)
+            self.futures, self.closed = [], False
+
+        def submit(self, spec):
+            if self.closed:
+                raise RuntimeError("the compile pool is closed")
+            self.asked.append(spec)
+            self.futures.append(Future())
+            main = threading.main_thread().ident
+            threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
+            timer = threading.Timer(20.0, self.__exit__, [None])
+            timer.daemon = True
+            timer.start()
+            return self.futures[-1]
+
+        def __exit__(self, *_):
+            self.closed = True
+            for future in self.futures:
+                future.cancel()
+
+    monkeypatch.setattr(api, "CompilePool", SlowPool)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        api.compile([TriangleAttentionShape(384, head_dim=dim) for dim in (16, 32, 64, 128)])
+    assert time.monotonic() - started < 10
+    assert FakePool.opened[0].closed and len(FakePool.opened[0].asked) == 1
+    assert not store.here
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="config.*object.*ForwardConfig"):
+        api.compile(SHAPE, config=object())
 
 
 # A compiled kernel's call

@@ -106,7 +106,6 @@ def test_near_problems_prefer_equal_heads_rows_and_batch(answer) -> None:
         {"head_dim": 64},
         {"dtype": "float16"},
         {"bias_dtype": "float32"},
-        {"mask": "bool"},
     ],
 )
 def test_what_runs_other_code_is_no_neighbour(answer, fields: dict) -> None:
@@ -121,6 +120,22 @@ def test_what_runs_the_same_code_is_a_neighbour(answer) -> None:
     mask = answer(shape(mask="additive"), trial(shape(mask="bool"), config=tile(96)))
     assert (mask.source, mask.config.tile_n, mask.distance) == ("nearest", 96, 0.0)
     assert "an equal problem" in mask.note
+
+
+@pytest.mark.parametrize(("asked", "measured", "said"), [("bool", "none", "without"), ("none", "additive", "with")])
+def test_across_the_mask(answer, asked: str, measured: str, said: str) -> None:
+    """After every neighbour with an equal mask, before any other device, checked by the template, and said."""
+    other = trial(shape(mask=measured), config=tile(96), grade="final")
+    far = trial(shape(crop=4096, mask=asked), config=tile(32))
+    elsewhere = trial(shape(mask=asked), device=on(H100), config=tile(16))
+    found = answer(shape(mask=asked), other, elsewhere)
+    assert (found.source, found.config.tile_n, found.cell, found.distance) == ("nearest", 96, other.cell, 0.0)
+    assert f"measured {said} a mask, unlike this problem" in found.note and "equal problem" not in found.note
+    same = answer(shape(mask=asked), other, elsewhere, far)
+    assert same.config.tile_n == 32 and "unlike this problem" not in same.note
+    small = FakeRegistry(FakeTemplate(max_tile_n=64))
+    assert answer(shape(mask=asked), other, elsewhere, registry=small).source == "sibling"
+    assert answer(shape(mask=asked), other, registry=small).source == "default"
 
 
 def test_directions_do_not_mix(answer) -> None:
