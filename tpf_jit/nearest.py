@@ -1,8 +1,7 @@
 """Records of other problems and other devices that may serve one: what is comparable, and how far it is off.
 
 Comparable is what runs the same code: equal padded head dim, dtypes, and with or without a mask. A record that differs in the
-mask alone serves where nothing comparable was measured on the device: mask or not, the best tiles are much the same. Standard
-library only.
+mask too serves where nothing comparable was measured on the device; nobody has measured how well. Standard library only.
 """
 
 from __future__ import annotations
