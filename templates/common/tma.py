@@ -18,6 +18,11 @@ def bias_matrix_first(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
 
 
+def mask_matrix_first(t: cute.Tensor) -> cute.Tensor:
+    """(B, I, Npad) seen as (1, Npad, I, B)."""
+    return cute.make_tensor(t.iterator, cute.prepend(cute.select(t.layout, mode=[2, 1, 0]), cute.make_layout(1, stride=0)))
+
+
 def one_stage(layout):
     """A staged shared-memory layout without its stage mode."""
     return cute.slice_(layout, (None, None, 0))

@@ -28,6 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.scores import add_bias, apply_key_mask
 from tpf_jit.templates.common.tma import (
     SymbolicOperands,
@@ -245,20 +246,20 @@ class TriangleAttentionBackwardKeySm90:
             for _ in cutlass.range(query_tiles, unroll=1):
                 # S^T = K Q^T and dP^T = V dO^T
                 pipe_q.consumer_wait(state)
-                self.product(score, acc_S, tSrK[None, None, None, wg], tSrQ[None, None, None, state.index], False)
+                start_product(score, acc_S, tSrK[None, None, None, wg], tSrQ[None, None, None, state.index], False)
                 pipe_do.consumer_wait(state)
-                self.product(score, acc_dP, tSrV[None, None, None, wg], tSrdO[None, None, None, state.index], False)
+                start_product(score, acc_dP, tSrV[None, None, None, wg], tSrdO[None, None, None, state.index], False)
                 warpgroup.wait_group(1)
                 add_bias(acc_S, sB[None, None, state.index * self.warpgroups + wg], score, scale, tidx, True)
                 self.probabilities(acc_S, sStats[0, None, state.index], sStats[2, None, state.index], key_mask, tidx)
                 rP.store(cute.make_tensor(acc_S.iterator, rP.layout).load().to(self.dtype))
                 warpgroup.wait_group(0)
                 # dV += P^T dO
-                self.product(grad, acc_dV, rP, tGrdO[None, None, None, state.index], True)
+                start_product(grad, acc_dV, rP, tGrdO[None, None, None, state.index], True)
                 self.score_gradient(acc_S, acc_dP, sStats[1, None, state.index], tidx)
                 rdS.store(cute.make_tensor(acc_dP.iterator, rdS.layout).load().to(self.dtype))
                 # dK += dS^T Q
-                self.product(grad, acc_dK, rdS, tGrQ[None, None, None, state.index], True)
+                start_product(grad, acc_dK, rdS, tGrQ[None, None, None, state.index], True)
                 warpgroup.wait_group(0)
                 pipe_do.consumer_release(state)
                 release_after_reads(pipe_q, state)
@@ -275,13 +276,6 @@ class TriangleAttentionBackwardKeySm90:
                 store_tile(rounded, grad, tidx, wg, sO, tma, g_tile)
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def product(self, tiled_mma, acc, a, b, accumulate: cutlass.Constexpr):
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        warpgroup.fence()
-        cute.gemm(tiled_mma, acc, a, b, acc)
-        warpgroup.commit_group()
 
     @cute.jit
     def probabilities(self, acc_S, s_lse2, s_shift, key_mask, tidx: Int32):

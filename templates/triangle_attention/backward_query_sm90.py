@@ -30,12 +30,14 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile, warpgroup_sync
 from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked
+from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.scores import add_bias, apply_key_mask, mask_tail
 from tpf_jit.templates.common.tma import (
     SymbolicOperands,
     bias_matrix_first,
     checked_storage,
     consumer_state,
+    mask_matrix_first,
     matrix_first,
     one_stage,
     partition,
@@ -129,11 +131,8 @@ class TriangleAttentionBackwardQuerySm90:
             atom(load, matrix_first(mStats), cute.make_layout(STATS_TILE, stride=(Q_ROWS, 1)), STATS_TILE),
         )
         if const_expr(self.has_mask):
-            m = cute.make_tensor(
-                mMask.iterator, cute.prepend(cute.select(mMask.layout, mode=[2, 1, 0]), cute.make_layout(1, stride=0))
-            )
             m_layout = cute.make_layout((1, self.tile_n), stride=(self.tile_n, 1))
-            loads = (*loads, atom(load, m, m_layout, (1, self.tile_n)))
+            loads = (*loads, atom(load, mask_matrix_first(mMask), m_layout, (1, self.tile_n)))
         stores = (atom(store, matrix_first(mdQ), one_stage(self.o_layout), queries),)
         if const_expr(self.has_dbias):
             plane, tile = matrix_first(mdBias), (Q_ROWS, self.tile_n)
@@ -285,9 +284,11 @@ class TriangleAttentionBackwardQuerySm90:
                         # S = Q K^T and dP = dO V^T
                         pipe_k.consumer_wait(k_state)
                         a_tile = r * self.warpgroups + wg
-                        self.product(score, acc_S, tSrQ[None, None, None, a_tile], tSrK[None, None, None, k_state.index], False)
+                        q, k = tSrQ[None, None, None, a_tile], tSrK[None, None, None, k_state.index]
+                        start_product(score, acc_S, q, k, False)
                         pipe_v.consumer_wait(v_state)
-                        self.product(score, acc_dP, tSrdO[None, None, None, a_tile], tSrV[None, None, None, v_state.index], False)
+                        do, v = tSrdO[None, None, None, a_tile], tSrV[None, None, None, v_state.index]
+                        start_product(score, acc_dP, do, v, False)
                         warpgroup.wait_group(1)  # also ends the dQ product of the step before
                         if const_expr(r > 0):
                             pipe_k.consumer_release(k_done)
@@ -313,7 +314,8 @@ class TriangleAttentionBackwardQuerySm90:
                         self.score_gradient(acc_S, acc_dP, acc_dB, s_stats, tidx, r)
                         rdS.store(cute.make_tensor(acc_dP.iterator, rdS.layout).load().to(self.dtype))
                         # dQ += dS K, in flight during the next step
-                        self.product(to_dq, stacked(all_dQ, r, dq_shape), rdS, tGrK[None, None, None, self.before(k_state)], True)
+                        k_rows = tGrK[None, None, None, self.before(k_state)]
+                        start_product(to_dq, stacked(all_dQ, r, dq_shape), rdS, k_rows, True)
                     b_state.advance()
                     if const_expr(self.has_dbias):
                         self.store_dbias(acc_dB, stores, sdB, (q_tile, j, head, batch, slab), group == slab, wg, tidx)
@@ -340,13 +342,6 @@ class TriangleAttentionBackwardQuerySm90:
     def before(self, state) -> Int32:
         """Stage index just before a pipeline state."""
         return (state.index + (self.kv_stages - 1)) % self.kv_stages
-
-    @cute.jit
-    def product(self, tiled_mma, acc, a, b, accumulate: cutlass.Constexpr):
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        warpgroup.fence()
-        cute.gemm(tiled_mma, acc, a, b, acc)
-        warpgroup.commit_group()
 
     @cute.jit
     def exponentiate(self, acc_S, s_stats, row_exists, tidx: Int32):

@@ -36,12 +36,14 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked
+from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.scores import add_bias, apply_key_mask, mask_tail
 from tpf_jit.templates.common.tma import (
     SymbolicOperands,
     bias_matrix_first,
     checked_storage,
     consumer_state,
+    mask_matrix_first,
     matrix_first,
     one_stage,
     partition,
@@ -145,11 +147,8 @@ class TriangleAttentionForwardSm90:
             tma_r, gR = cpasync.make_tiled_tma_atom(store, matrix_first(mR), one_stage(self.o_layout), (Q_ROWS, self.tile_hdim))
         tma_m, gM = None, None
         if const_expr(self.has_mask):
-            m = cute.make_tensor(
-                mMask.iterator, cute.prepend(cute.select(mMask.layout, mode=[2, 1, 0]), cute.make_layout(1, stride=0))
-            )
             m_layout = cute.make_layout((1, self.tile_n), stride=(self.tile_n, 1))
-            tma_m, gM = cpasync.make_tiled_tma_atom(load, m, m_layout, (1, self.tile_n))
+            tma_m, gM = cpasync.make_tiled_tma_atom(load, mask_matrix_first(mMask), m_layout, (1, self.tile_n))
 
         batch, rows, heads, crop = mQ.shape[0], mQ.shape[1], mQ.shape[2], mQ.shape[3]
         q_blocks = cute.ceil_div(crop, self.task_queries)
@@ -316,11 +315,8 @@ class TriangleAttentionForwardSm90:
                     sB_tile = sB[None, None, b_state.index * self.warpgroups + wg]
                     # 1. score
                     pipe_k.consumer_wait(k_state)
-                    mma_qk.set(warpgroup.Field.ACCUMULATE, False)
-                    warpgroup.fence()
-                    cute.gemm(mma_qk, acc_S, tSrQ[None, None, None, q_tile + r * self.warpgroups],
-                              tSrK[None, None, None, k_state.index], acc_S)
-                    warpgroup.commit_group()
+                    start_product(mma_qk, acc_S, tSrQ[None, None, None, q_tile + r * self.warpgroups],
+                                  tSrK[None, None, None, k_state.index], False)
                     warpgroup.wait_group(0)  # also ends the P V of the step before
                     if const_expr(r > 0):
                         pipe_v.consumer_release(v_done)
@@ -347,10 +343,7 @@ class TriangleAttentionForwardSm90:
                     tOrP.store(cute.make_tensor(acc_S.iterator, tOrP.layout).load().to(self.dtype))
                     # 3. value
                     pipe_v.consumer_wait(v_state)
-                    mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.fence()
-                    cute.gemm(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_state.index], acc_O)
-                    warpgroup.commit_group()
+                    start_product(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_state.index], True)
                     v_state.advance()
                 b_state.advance()
             pipe_q.consumer_release(q_state)
