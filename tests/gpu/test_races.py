@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tpf_jit
+from tpf_jit import kernels
 from tpf_jit.errors import ShapeUnsupported
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates import registry
@@ -44,6 +45,32 @@ def test_forward_repeats_with_short_rings(fields: tuple, residual: bool) -> None
         raise ShapeUnsupported(f"the test's configuration is not legal: {reason}")
     kernel = tpf_jit.compile(shape, template=template.name, config=config, residual=residual)
     agree(ForwardWorkload(shape, "cuda", residual=residual, mask_pattern="random50" if mask == "bool" else None), kernel.function)
+
+
+# direction, head dim, mask, bias dtype, configuration
+TIGHT_BACKWARD = [
+    ("backward_key", 32, "none", "bfloat16", {"tile_m": 32, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 2}),
+    ("backward_key", 64, "bool", "bfloat16", {"tile_m": 32, "consumer_warpgroups": 2, "stages": 2, "ctas_per_sm": 1}),
+    ("backward_key", 16, "none", "float32", {"tile_m": 64, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 2}),
+    ("backward_query", 32, "none", "bfloat16", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 1, "ctas_per_sm": 2}),
+    ("backward_query", 32, "bool", "bfloat16", {"tile_n": 64, "consumer_warpgroups": 2, "rows_per_cta": 2, "ctas_per_sm": 1}),
+    ("backward_query", 64, "none", "float32", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 2, "ctas_per_sm": 1}),
+]
+
+
+@pytest.mark.parametrize("direction, head_dim, mask, bias_dtype, fields", TIGHT_BACKWARD, ids=str)
+def test_backward_repeats_with_short_rings(direction: str, head_dim: int, mask: str, bias_dtype: str, fields: dict) -> None:
+    shape = TriangleAttentionShape(512, head_dim=head_dim, mask=mask, bias_dtype=bias_dtype)
+    template = registry.get(f"triangle_attention_{direction}_sm90")
+    if direction == "backward_query":
+        fields = fields | {"kv_stages": 2, "bias_stages": 1}
+    config = config_from_dict(template.Config, fields)
+    if (reason := template.check(shape, config)) is not None:
+        raise ShapeUnsupported(f"the test's configuration is not legal: {reason}")
+    workload = template.workload(shape, "cuda")
+    if hasattr(workload, "configure"):
+        workload.configure(config)
+    agree(workload, kernels.get_kernel(template.name, shape, (), config).function)
 
 
 def agree(workload, function) -> None:
