@@ -67,7 +67,7 @@ class CompiledKernel:
             InvalidInput: the tensors do not fit together, or are not what this kernel was compiled for.
             NoKernel: the tensors are not on a device that the kernel runs on.
         """
-        if self.kernel.template.family == routing.FORWARD:
+        if self.kernel.template.family in (routing.FORWARD, routing.FORWARD_TRAINING):
             return run_kernel(self.kernel, *arguments, **options)
         return self.kernel.function(*arguments, **options)
 
@@ -136,7 +136,7 @@ def compile(
         arch: the target, "sm_90a"; that of the current device when left out, or "sm_90a" where it has none.
         template: use this template in place of the dispatcher's choice.
         config: a configuration of that template (or of the first that serves the shape), as its dataclass or as a dict.
-        residual: the variant that also writes the output's rounding residual.
+        residual: the forward of training, which also writes what rounding took from its output.
         workers: compile processes for several kernels; one per usable CPU when left out.
 
     Returns:
@@ -163,7 +163,7 @@ def warmup(
 
     Args:
         problem: as for `compile`; warms what `triangle_attention` will use for these shapes on the current device.
-        residual: the variant that also writes the output's rounding residual.
+        residual: the forward of training in place of that of inference.
         workers: compile processes.
         training: also what a training step runs for these shapes: the forward that keeps its roundings (unless
             `residual_compensation` is off) and the backward's kernels. A step whose bias is frozen has a variant of its own,
@@ -248,15 +248,16 @@ def _target(arch: str | None) -> str:
 
 def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> kernels.Kernel:
     """The kernel for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
-    family = registry.get(template).family if template else f"{shape.op}/forward"
+    family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"
     op, _, direction = family.partition("/")
     if not registry.templates(op, direction, arch):
         known = ", ".join(sorted({other.arch for other in registry.templates(op, direction)})) or "none"
         raise NoKernel(f"no template of {family} targets {arch}; there are templates for: {known}")
-    flags = routing.FLAGS[residual]
+    if template and residual and direction == "forward":
+        raise InvalidInput.of("template", template, f"one of {op}/forward_training, as residual=True asks for such a kernel")
     owner = registry.get(template) if template else _first_that_serves(shape, op, direction, arch)
     if config is None:
-        kernel = kernels.get_kernel(template or family, shape, flags)
+        kernel = kernels.get_kernel(template or family, shape)
     else:
         if isinstance(config, Mapping):
             try:
@@ -265,7 +266,7 @@ def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: 
                 raise InvalidInput.of("config", str(error), f"the fields of {owner.Config.__qualname__}") from error
         if not isinstance(config, owner.Config):
             raise InvalidInput.of("config", type(config).__name__, f"a {owner.Config.__qualname__} or a dict of its fields")
-        kernel = kernels.get_kernel(owner.name, shape, flags, config)
+        kernel = kernels.get_kernel(owner.name, shape, (), config)
     if kernel.spec.arch != arch:
         raise NoKernel(f"{kernel.spec.template} targets {kernel.spec.arch}, not {arch}")
     return kernel
@@ -277,7 +278,8 @@ def _of_training(shape: Any) -> list[kernels.Kernel]:
         return []
     compensated = settings.compensates(shape.mask == "additive")
     backward = launch.backward_variants(compensated, (True,) * 4)
-    wanted = [(routing.FORWARD, routing.FLAGS[compensated]), *((family, flags) for family, flags, _ in backward)]
+    forward = routing.FORWARD_TRAINING if compensated else routing.FORWARD
+    wanted = [(forward, ()), *((family, flags) for family, flags, _ in backward)]
     return [kernels.get_kernel(family, shape, flags) for family, flags in wanted]
 
 

@@ -33,6 +33,11 @@ def tile_bytes(layout, dtype) -> int:
     return cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
 
 
+def stage_floats(count: int) -> int:
+    """Float32 elements from one stage of a small unswizzled tile to the next: tensor copies write at multiples of 128 bytes."""
+    return -(-count // 32) * 32
+
+
 def smem_area(dtype, layout):
     """Field of a shared-memory struct that holds the layout."""
     return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]

@@ -9,10 +9,11 @@ from tpf_jit.templates.triangle_attention.backward import (
     TriangleAttentionBackwardQuery,
     TriangleAttentionBackwardStats,
 )
-from tpf_jit.templates.triangle_attention.config import TriangleAttentionForward
+from tpf_jit.templates.triangle_attention.config import TriangleAttentionForward, TriangleAttentionForwardTraining
 
 TEMPLATES = (
     TriangleAttentionForward,
+    TriangleAttentionForwardTraining,
     TriangleAttentionBackwardStats,
     TriangleAttentionBackwardKey,
     TriangleAttentionBackwardQuery,

@@ -174,7 +174,7 @@ class TriangleAttentionBackwardKey(_BackwardTemplate):
         keys = 64 * config.consumer_warpgroups
         fixed = 3 * keys * shape.tile_hdim * element  # K, V, and the outgoing dK or dV
         tile = 2 * config.tile_m * shape.tile_hdim * element + config.tile_m * keys * bias_element
-        statistics = config.stages * config.tile_m * 12 + 16 * (1 + 2 * config.stages)
+        statistics = config.stages * -(-config.tile_m * 12 // 128) * 128 + 16 * (1 + 2 * config.stages)
         return 1024 + -(-statistics // 1024) * 1024 + fixed + config.stages * tile
 
     def space(self, shape: Any) -> list[KeyConfig]:
@@ -241,7 +241,7 @@ class TriangleAttentionBackwardQuery(_BackwardTemplate):
         q = config.rows_per_cta * queries * (2 * shape.tile_hdim * element + 12)
         kv = 2 * config.kv_stages * config.tile_n * shape.tile_hdim * element
         bias = queries * config.tile_n * (config.bias_stages * bias_element + 4)
-        mask = config.kv_stages * config.tile_n * 4 if shape.has_mask else 16
+        mask = config.kv_stages * -(-config.tile_n // 32) * 128 if shape.has_mask else 16
         barriers = 16 * (1 + 2 * config.kv_stages + config.bias_stages)
         return 2048 + -(-(mask + barriers) // 1024) * 1024 + q + kv + bias + queries * shape.tile_hdim * element
 

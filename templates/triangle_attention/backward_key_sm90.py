@@ -42,6 +42,7 @@ from tpf_jit.templates.common.tma import (
     release_after_reads,
     smem_area,
     smem_tensor,
+    stage_floats,
     tile_bytes,
     tma_ring,
 )
@@ -88,7 +89,7 @@ class TriangleAttentionBackwardKeySm90:
             bar_kv: cute.struct.MemRange[Int64, 2]
             bar_q: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_do: cute.struct.MemRange[Int64, 2 * self.stages]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, STAT_PLANES * self.tile_m * self.stages], 128]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, stage_floats(STAT_PLANES * self.tile_m) * self.stages], 128]
             k: smem_area(self.dtype, self.kv_layout)
             v: smem_area(self.dtype, self.kv_layout)
             q: smem_area(self.dtype, self.q_layout)
@@ -144,7 +145,7 @@ class TriangleAttentionBackwardKeySm90:
         sQ, sdO, sB = smem_tensor(sm.q, self.q_layout), smem_tensor(sm.do, self.q_layout), smem_tensor(sm.b, self.b_layout)
         sQt, sdOt, sO = smem_tensor(sm.q, self.qt_layout), smem_tensor(sm.do, self.qt_layout), smem_tensor(sm.o, self.o_layout)
         stats_layout = cute.make_layout(
-            (STAT_PLANES, self.tile_m, self.stages), stride=(self.tile_m, 1, STAT_PLANES * self.tile_m)
+            (STAT_PLANES, self.tile_m, self.stages), stride=(self.tile_m, 1, stage_floats(STAT_PLANES * self.tile_m))
         )
         sStats = sm.stats.get_tensor(stats_layout)
 

@@ -45,6 +45,7 @@ from tpf_jit.templates.common.tma import (
     release_after_reads,
     smem_area,
     smem_tensor,
+    stage_floats,
     tile_bytes,
     tma_ring,
 )
@@ -88,7 +89,7 @@ class TriangleAttentionBackwardQuerySm90:
         self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (Q_ROWS, d), w)
 
     def _storage(self):
-        mask_floats = self.kv_stages * self.tile_n if self.has_mask else 4
+        mask_floats = self.kv_stages * stage_floats(self.tile_n) if self.has_mask else 4
         db_floats = cute.cosize(self.db_layout) if self.has_dbias else 256
 
         @cute.struct
@@ -163,7 +164,8 @@ class TriangleAttentionBackwardQuerySm90:
         sB, sO = smem_tensor(sm.b, self.b_layout), smem_tensor(sm.o, self.o_layout)
         sM, sdB = None, None
         if const_expr(self.has_mask):
-            sM = sm.mask.get_tensor(cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, self.tile_n)))
+            m_stages = cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, stage_floats(self.tile_n)))
+            sM = sm.mask.get_tensor(m_stages)
         if const_expr(self.has_dbias):
             sdB = smem_tensor(sm.db, self.db_layout)
 

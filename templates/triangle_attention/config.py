@@ -1,14 +1,14 @@
 """The forward template's parameters, the rules between them, and its defaults. No torch, no compiler, no device.
 
-`ForwardConfig` holds the launch choices, `TriangleAttentionForward` is the registered template; the device code is in
-forward_sm90.py.
+`ForwardConfig` holds the launch choices, `TriangleAttentionForward` and `TriangleAttentionForwardTraining` are the registered
+templates; the device code of both is in forward_sm90.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tpf_jit.templates.base import Resources, Template, Workload
 
@@ -55,10 +55,10 @@ def register_split(config: ForwardConfig) -> tuple[int, int]:
     return PRODUCER_REGISTERS, min(MAX_REGISTERS, consumer)
 
 
-def registers_needed(tile_hdim: int, config: ForwardConfig) -> int:
-    """Registers a consumer thread keeps live: scores (tile_n/2), probabilities (tile_n/4), outputs (D/2 a row), and
-    and what ptxas needs beside them: 32, 6 a row, more where the epilogue's tile is wide (fitted; it spills beyond)."""
-    live = config.tile_n // 2 + config.tile_n // 4 + config.rows_per_cta * tile_hdim // 2
+def registers_needed(tile_hdim: int, config: ForwardConfig, residual: bool = False) -> int:
+    """Registers a consumer thread keeps live: scores (tile_n/2), probabilities (tile_n/4, twice with a residual), outputs (D/2 a
+    row), and what ptxas needs beside them: 32, 6 a row, more where the epilogue's tile is wide (fitted; it spills beyond)."""
+    live = config.tile_n // 2 + config.tile_n // 4 * (2 if residual else 1) + config.rows_per_cta * tile_hdim // 2
     return live + 32 + 6 * config.rows_per_cta + max(0, tile_hdim - 32) * 3 // 8
 
 
@@ -69,7 +69,7 @@ def shared_bytes(shape: Any, config: ForwardConfig) -> int:
     kv = 2 * config.kv_stages * config.tile_n * shape.tile_hdim * element
     bias = config.bias_stages * config.tile_m * config.tile_n * bias_element
     out = config.tile_m * shape.tile_hdim * element
-    mask = config.kv_stages * config.tile_n * 4 if shape.has_mask else 16
+    mask = config.kv_stages * -(-config.tile_n // 32) * 128 if shape.has_mask else 16
     barriers = 16 * (config.q_stages + 2 * config.kv_stages + config.bias_stages)
     return 1024 + -(-(mask + barriers) // 1024) * 1024 + q + kv + bias + out
 
@@ -81,6 +81,8 @@ class TriangleAttentionForward(Template):
     op = "triangle_attention"
     direction = "forward"
     arch = "sm_90a"
+    residual: ClassVar[bool] = False
+    """Whether the kernel also writes what rounding took from the output and from the LSE."""
     Config = ForwardConfig
 
     def supports(self, shape: Any) -> tuple[bool, str]:
@@ -90,13 +92,13 @@ class TriangleAttentionForward(Template):
             return False, f"a {shape.bias_dtype} pair bias with {shape.dtype} queries is not compiled; it can be cast to float32"
         return True, "triangle attention forward on tensor cores (wgmma, TMA)"
 
-    def variant(self, shape: Any, *, residual: bool = False) -> dict[str, Any]:
+    def variant(self, shape: Any) -> dict[str, Any]:
         return {
             "dtype": shape.dtype,
             "bias_dtype": shape.bias_dtype,
             "tile_hdim": shape.tile_hdim,
             "mask": shape.has_mask,
-            "residual": bool(residual),
+            "residual": self.residual,
         }
 
     def check(self, shape: Any, config: ForwardConfig) -> str | None:
@@ -109,7 +111,7 @@ class TriangleAttentionForward(Template):
         if config.crop not in (0, shape.crop):
             return f"the kernel is compiled for crop {config.crop}, the problem has {shape.crop}"
         available = register_split(config)[1]
-        needed = registers_needed(shape.tile_hdim, config)
+        needed = registers_needed(shape.tile_hdim, config, self.residual)
         if needed > available:
             return f"needs about {needed} registers a thread, {available} are available"
         limit = min(CTA_SHARED_BYTES, SM_SHARED_BYTES // config.ctas_per_sm - 1024)
@@ -148,6 +150,8 @@ class TriangleAttentionForward(Template):
     def default(self, shape: Any) -> ForwardConfig:
         """Near the best measured on an H200 at crops 384 and 768; always legal."""
         best = {16: (128, 3, 2), 32: (128, 3, 1), 64: (96, 3, 1), 96: (96, 2, 1), 128: (64, 2, 1)}
+        if self.residual:
+            best = {16: (96, 3, 1), 32: (96, 3, 1), 64: (96, 2, 1), 96: (64, 2, 1), 128: (64, 2, 1)}
         tile_n, warpgroups, rows = best[shape.tile_hdim]
         warpgroups = min(warpgroups, -(-shape.crop // 64))
         for keys in (tile_n, 64, 32):
@@ -174,4 +178,15 @@ class TriangleAttentionForward(Template):
     def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
         from tpf_jit.templates.triangle_attention.workload import ForwardWorkload
 
-        return ForwardWorkload(shape, device, seed, family)
+        return ForwardWorkload(shape, device, seed, family, residual=self.residual)
+
+
+class TriangleAttentionForwardTraining(TriangleAttentionForward):
+    """The forward of a training step: keeps its roundings for the backward, and rounds P to two 16-bit numbers in place of one.
+
+    A family of its own, as the second half of P takes registers: other configurations are legal and win.
+    """
+
+    name = "triangle_attention_forward_training_sm90"
+    direction = "forward_training"
+    residual = True

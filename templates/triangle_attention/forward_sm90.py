@@ -21,6 +21,10 @@ warpgroups owns 64 queries. A consumer step, for one key tile of one row:
                taken over the float32 P, which keeps the LSE exact to float32.
     3. value   O += P V (wgmma, A from registers), left in flight during the next step's score GEMM.
 
+With the residual (training), P enters the product as the sum of two 16-bit numbers, so that O + residual is right to float32's
+roundings; else delta = sum dO * (O + residual), and with it every dS of the row, would keep the error of P's rounding. Output
+error: that of its own rounding alone.
+
 Sources: online softmax (Milakov & Gimelshein 2018; FlashAttention-2/3); output residual from TurboPairFormer (arXiv 2610.05854).
 """
 
@@ -30,12 +34,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
-from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked
+from tpf_jit.templates.common.fragments import DTYPES, rows_view, stacked, widen_bf16
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.scores import add_bias, apply_key_mask, mask_tail
 from tpf_jit.templates.common.tma import (
@@ -51,6 +55,7 @@ from tpf_jit.templates.common.tma import (
     release_after_reads,
     smem_area,
     smem_tensor,
+    stage_floats,
     tile_bytes,
     tma_ring,
 )
@@ -100,7 +105,7 @@ class TriangleAttentionForwardSm90:
         self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (Q_ROWS, d), self.warpgroups)
 
     def _storage(self):
-        mask_floats = self.kv_stages * self.tile_n if self.has_mask else 4
+        mask_floats = self.kv_stages * stage_floats(self.tile_n) if self.has_mask else 4
 
         @cute.struct
         class Storage:
@@ -187,7 +192,8 @@ class TriangleAttentionForwardSm90:
         sVt, sB, sO = smem_tensor(sm.v, self.vt_layout), smem_tensor(sm.b, self.b_layout), smem_tensor(sm.o, self.o_layout)
         sM = None
         if const_expr(self.has_mask):
-            sM = sm.mask.get_tensor(cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, self.tile_n)))
+            m_stages = cute.make_layout((1, self.tile_n, self.kv_stages), stride=(self.tile_n, 1, stage_floats(self.tile_n)))
+            sM = sm.mask.get_tensor(m_stages)
 
         warps = 4 * self.warpgroups
         kv_bytes = tile_bytes(self.k_layout, self.dtype)
@@ -292,7 +298,7 @@ class TriangleAttentionForwardSm90:
         acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((Q_ROWS, self.tile_n)), Float32)
         o_shape = mma_pv.partition_shape_C((Q_ROWS, self.tile_hdim))
         all_O = cute.make_rmem_tensor(self.rows * cute.size(o_shape), Float32)
-        tOrP = mma_pv.make_fragment_A(mma_pv.partition_shape_A((Q_ROWS, self.tile_n)))
+        tOrP, tOrP_low = (mma_pv.make_fragment_A(mma_pv.partition_shape_A((Q_ROWS, self.tile_n))) for _ in range(2))
         row_top = cute.make_rmem_tensor(2 * self.rows, Float32)   # largest score so far, natural log units
         row_max = cute.make_rmem_tensor(2 * self.rows, Float32)   # offset m of P
         row_sum = cute.make_rmem_tensor(2 * self.rows, Float32)   # of this thread's columns only
@@ -341,9 +347,14 @@ class TriangleAttentionForwardSm90:
                     # 2. softmax
                     self.softmax_step(acc_S, acc_O, row_top, row_max, row_sum, r)
                     tOrP.store(cute.make_tensor(acc_S.iterator, tOrP.layout).load().to(self.dtype))
+                    if const_expr(self.has_residual):
+                        self.subtract_rounded(acc_S, tOrP)
+                        tOrP_low.store(cute.make_tensor(acc_S.iterator, tOrP.layout).load().to(self.dtype))
                     # 3. value
                     pipe_v.consumer_wait(v_state)
                     start_product(mma_pv, acc_O, tOrP, tOrV[None, None, None, v_state.index], True)
+                    if const_expr(self.has_residual):
+                        start_product(mma_pv, acc_O, tOrP_low, tOrV[None, None, None, v_state.index], True)
                     v_state.advance()
                 b_state.advance()
             pipe_q.consumer_release(q_state)
@@ -395,6 +406,16 @@ class TriangleAttentionForwardSm90:
             for n in cutlass.range_constexpr(2, self.tile_n // 4, 2):
                 even, odd = even + scores[i, n], odd + scores[i, n + 1]
             row_sum[2 * r + i] = row_sum[2 * r + i] * factor[i] + (even + odd)
+
+    @cute.jit
+    def subtract_rounded(self, acc_P, rounded):
+        """acc_P becomes what rounding took from P; both fragments have the same register order."""
+        flat = cute.make_tensor(acc_P.iterator, cute.make_layout(cute.size(acc_P)))
+        if const_expr(self.dtype is BFloat16):
+            flat.store(flat.load() - widen_bf16(rounded).load())
+        else:
+            kept = cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded)))
+            flat.store(flat.load() - kept.load().to(Float32))
 
     # ---- device: epilogue ---------------------------------------------------------------------------------------
     @cute.jit

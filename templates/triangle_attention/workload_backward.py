@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import layout, layout_backward, reference
-from tpf_jit.templates.triangle_attention.inputs import KEY_BLOCK, LOG2_STEPS, Inputs, make_inputs
-from tpf_jit.templates.triangle_attention.workload import relative_rms, sm_count
+from tpf_jit.templates.triangle_attention.inputs import Inputs, make_inputs
+from tpf_jit.templates.triangle_attention.workload import logit_rounding, relative_rms, sm_count
 
 GRADIENT_BOUND = {"bfloat16": 2.45e-3, "float16": 3.1e-4}
 """Of dQ, dK and dV: their own rounding, and that of dS or P as an operand."""
@@ -81,8 +81,7 @@ def gradient_bounds(shape: TriangleAttentionShape, family: str) -> dict[str, flo
     Beside the floors: a factor where rows are peaked, what float32's rounding of the largest logits does to P, and a statistical
     allowance for few elements, whose roundings do not average.
     """
-    largest = {"extreme": 4e4, "adversarial": max(LOG2_STEPS) * math.log(2.0) * shape.crop / KEY_BLOCK}.get(family, 0.0)
-    logits = largest * 2.0**-23
+    logits = logit_rounding(shape, family)
     lines = shape.batch * shape.rows * shape.heads * shape.crop
     few, few_planes = (1.0 + 4.0 / math.sqrt(n) for n in (lines * shape.head_dim, shape.batch * shape.heads * shape.crop**2))
     rounding = GRADIENT_BOUND[shape.dtype] * PEAKED.get(family, 1.0)

@@ -88,7 +88,7 @@ CASES = [(201, 24, "bfloat16", "bool"), (7, 8, "float32", "none"), (384, 32, "bf
 @pytest.mark.parametrize("residual", [False, True], ids=["inference", "training"])
 def test_forward(crop: int, dim: int, bias_dtype: str, mask: str, residual: bool) -> None:
     shape, x = TriangleAttentionShape(crop, H, dim, ROWS, B, bias_dtype=bias_dtype, mask=mask), Operands(crop, dim, bias_dtype)
-    forward = function_of("triangle_attention_forward_sm90", shape, residual=residual)
+    forward = function_of(f"triangle_attention_forward_{'training_' if residual else ''}sm90", shape)
     training = (x.wide(), x.lse(), x.lse()) if residual else (None, x.lse(), None)
     rest = (x.bias(), x.mask() if mask != "none" else None, x.wide(), *training)
     assert accepted(forward, x.wide(), x.wide(), x.wide(), *rest, 0.2, 132)

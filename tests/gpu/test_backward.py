@@ -33,7 +33,7 @@ from tpf_jit.ops import settings
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.inputs import FAMILIES, Inputs, make_inputs
-from tpf_jit.templates.triangle_attention.workload import relative_rms
+from tpf_jit.templates.triangle_attention.workload import ForwardWorkload, relative_rms
 from tpf_jit.templates.triangle_attention.workload_backward import dead_keys, dead_queries, gradient_bounds, gradient_error
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ BIAS_SCORES = 32 * REFERENCE_SCORES
 def bounds(case: Case) -> dict[str, float]:
     shape = case.shape()
     found = gradient_bounds(shape, case.family)
-    if case.family != "normal" or case.crop < 256 or "random99" in case.mask:
+    if case.family != "normal" or case.crop < 256 or "random99" in case.mask or (case.rows == "one" and "rows" in case.mask):
         # Few roundings make up what is left, and need not average.
         found = {name: 1.3 * bound for name, bound in found.items()}
         found["dbias"] = math.hypot(found["dbias"], PEAKED_PLANE[shape.dtype])
@@ -65,13 +65,17 @@ def bounds(case: Case) -> dict[str, float]:
     return {**found, "dbias": math.hypot(found["dbias"], ROUNDED[shape.bias_dtype] * few)}
 
 
-def gradients(x: Inputs, **options) -> list[torch.Tensor]:
-    """One training step on fresh leaves; taking the PyTorch path anywhere is an error."""
+def step(x: Inputs, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Output and gradients of one training step on fresh leaves; taking the PyTorch path anywhere is an error."""
     tensors = leaves(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         out = tpf_jit.triangle_attention(*tensors, x.mask, **options)
-        return list(torch.autograd.grad(out, tensors, x.grad_out))
+        return out.detach(), list(torch.autograd.grad(out, tensors, x.grad_out))
+
+
+def gradients(x: Inputs, **options) -> list[torch.Tensor]:
+    return step(x, **options)[1]
 
 
 def errors_of(x: Inputs, grads: list[torch.Tensor], rows: torch.Tensor, heads: int) -> dict[str, float]:
@@ -111,14 +115,18 @@ def check(case: Case, x: Inputs, repeats: int = 2) -> None:
     the workspace."""
     shape = case.shape()
     poison(x.q)
-    grads = gradients(x)
+    out, grads = step(x)
     for grad, tensor in zip(grads, (x.q, x.k, x.v, x.bias), strict=True):
         assert grad.dtype == tensor.dtype and grad.stride() == tensor.stride()
         assert bool(torch.isfinite(grad).all())
     again = (gradients(x, workspace_mib=budget) for budget in [1, None, 16, 512][: repeats - 1])
     equal = all(torch.equal(a, b) for other in again for a, b in zip(grads, other, strict=True))
     heads = max(1, min(shape.heads, BIAS_SCORES // (shape.batch * shape.rows * shape.crop**2)))
-    errors, allowed = errors_of(x, grads, sampled_rows(shape).to(DEVICE), heads), bounds(case)
+    rows = sampled_rows(shape).to(DEVICE)
+    errors, allowed = errors_of(x, grads, rows, heads), bounds(case)
+    mask = None if x.mask is None else x.mask[:, rows]
+    errors["out"] = relative_rms(out[:, rows], reference.attention(x.q[:, rows], x.k[:, rows], x.v[:, rows], x.bias, mask)[0])
+    allowed["out"] = ForwardWorkload(shape, DEVICE).bounds()["out"]
     EVIDENCE.extend(evidence_rows(case, errors, allowed, equal, repeats))
     assert all(errors[name] <= allowed[name] for name in errors), (errors, allowed)
     assert equal
@@ -151,7 +159,7 @@ ACCEPTED = {"out": 2.01e-3, "dq": 2.40e-3, "dk": 2.36e-3, "dv": 2.36e-3}
 def test_accuracy_at_256(bias_dtype: str, dbias: float) -> None:
     x = make_inputs(TriangleAttentionShape(256, bias_dtype=bias_dtype), DEVICE, with_grad_out=True)
     errors = errors_of(x, gradients(x), torch.arange(256, device=DEVICE), 4)
-    out = tpf_jit.triangle_attention(x.q, x.k, x.v, x.bias)
+    out = step(x)[0]
     errors["out"] = relative_rms(out, reference.attention(x.q, x.k, x.v, x.bias)[0])
     allowed = ACCEPTED | {"dbias": dbias}
     assert all(errors[name] <= allowed[name] for name in allowed), (errors, allowed)
@@ -163,7 +171,7 @@ def test_compensation_makes_the_bias_gradient_more_exact() -> None:
     with_it = gradient_error(gradients(x)[3], want)
     with tpf_jit.residual_compensation(False):
         without = gradient_error(gradients(x)[3], want)
-    assert with_it < 0.8 * without, (with_it, without)
+    assert with_it < 0.05 * without, (with_it, without)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])

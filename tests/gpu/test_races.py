@@ -28,32 +28,46 @@ TIGHT = [
     (32, 128, 1, 4, 2, 1, 1, 2, "none"),
     (32, 64, 1, 2, 2, 1, 1, 2, "bool"),
     (32, 192, 1, 2, 2, 1, 1, 2, "none"),
+    (32, 80, 1, 2, 3, 1, 1, 2, "bool"),
     (16, 64, 4, 2, 2, 1, 1, 1, "bool"),
     (128, 64, 2, 1, 2, 1, 1, 1, "bool"),
 ]
 NAMES = ("tile_n", "consumer_warpgroups", "rows_per_cta", "kv_stages", "bias_stages", "q_stages", "ctas_per_sm")
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("fields", TIGHT, ids=lambda f: "-".join(map(str, f)))
-def test_forward_repeats_with_short_rings(fields: tuple, residual: bool) -> None:
-    head_dim, *values, mask = fields
-    template = registry.get("triangle_attention_forward_sm90")
-    shape = TriangleAttentionShape(768, head_dim=head_dim, mask=mask)
-    config = config_from_dict(template.Config, dict(zip(NAMES, values, strict=True)))
-    if (reason := template.check(shape, config)) is not None:
-        raise ShapeUnsupported(f"the test's configuration is not legal: {reason}")
-    kernel = tpf_jit.compile(shape, template=template.name, config=config, residual=residual)
-    agree(ForwardWorkload(shape, "cuda", residual=residual, mask_pattern="random50" if mask == "bool" else None), kernel.function)
+def forward_cases(name: str) -> list:
+    """(template, shape, configuration) of every line above; in training fewer are legal, as P takes twice the registers."""
+    template, found = registry.get(name), []
+    for fields in TIGHT:
+        head_dim, *values, mask = fields
+        shape = TriangleAttentionShape(768, head_dim=head_dim, mask=mask)
+        config = config_from_dict(template.Config, dict(zip(NAMES, values, strict=True)))
+        if template.residual and template.check(shape, config) is not None:
+            continue
+        found.append(pytest.param(template, shape, config, id="-".join(map(str, (template.direction, *fields)))))
+    return found
+
+
+@pytest.mark.parametrize(
+    "template, shape, config",
+    forward_cases("triangle_attention_forward_sm90") + forward_cases("triangle_attention_forward_training_sm90"),
+)
+def test_forward_repeats_with_short_rings(template, shape: TriangleAttentionShape, config) -> None:
+    kernel = tpf_jit.compile(shape, template=template.name, config=config)
+    pattern = "random50" if shape.mask == "bool" else None
+    agree(ForwardWorkload(shape, "cuda", residual=template.residual, mask_pattern=pattern), kernel.function)
 
 
 # direction, head dim, mask, bias dtype, configuration
 TIGHT_BACKWARD = [
     ("backward_key", 32, "none", "bfloat16", {"tile_m": 32, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 2}),
     ("backward_key", 64, "bool", "bfloat16", {"tile_m": 32, "consumer_warpgroups": 2, "stages": 2, "ctas_per_sm": 1}),
+    ("backward_key", 32, "none", "bfloat16", {"tile_m": 48, "consumer_warpgroups": 1, "stages": 3, "ctas_per_sm": 1}),
+    ("backward_key", 32, "bool", "bfloat16", {"tile_m": 80, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 1}),
     ("backward_key", 16, "none", "float32", {"tile_m": 64, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 2}),
     ("backward_query", 32, "none", "bfloat16", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 1, "ctas_per_sm": 2}),
     ("backward_query", 32, "bool", "bfloat16", {"tile_n": 64, "consumer_warpgroups": 2, "rows_per_cta": 2, "ctas_per_sm": 1}),
+    ("backward_query", 32, "bool", "bfloat16", {"tile_n": 48, "consumer_warpgroups": 1, "rows_per_cta": 2, "ctas_per_sm": 2}),
     ("backward_query", 64, "none", "float32", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 2, "ctas_per_sm": 1}),
 ]
 

@@ -40,6 +40,7 @@ class EmulatedBackward:
             return f"no kernel of {family}"
         kernels = {
             routing.FORWARD: self.forward,
+            routing.FORWARD_TRAINING: self.forward,
             routing.BACKWARD_STATS: self.stats,
             routing.BACKWARD_KEY: self.key,
             routing.BACKWARD_QUERY: self.query,

@@ -1,6 +1,7 @@
 """A forward kernel in PyTorch: checks every promise of the calling convention, then computes as the GPU kernels do.
 
-Online softmax over tiles of keys, probabilities rounded to the operand dtype before the second product, fp32 sums.
+Online softmax over tiles of keys, probabilities rounded to the operand dtype (with a residual: to two numbers of it) before the
+second product, fp32 sums.
 Stands in for compiled kernels in tests that need no GPU.
 """
 
@@ -45,7 +46,10 @@ class EmulatedKernel:
             correction = torch.exp2((top - safe) * LOG2E)
             prob = torch.exp2((score - safe[..., None]) * LOG2E)
             total = total * correction + prob.sum(-1)
-            acc = acc * correction[..., None] + torch.matmul(prob.to(q.dtype).float(), v32[..., keys, :])
+            operand = prob.to(q.dtype).float()
+            if residual is not None:  # training takes P as two numbers
+                operand += (prob - operand).to(q.dtype).float()
+            acc = acc * correction[..., None] + torch.matmul(operand, v32[..., keys, :])
             top = new_top
         exact = acc / total.masked_fill(total == 0, 1.0)[..., None]
         out.copy_(exact)

@@ -245,6 +245,8 @@ def test_compile_with_an_explicit_configuration() -> None:
 def test_compile_with_residual_is_another_kernel() -> None:
     assert dict(api.compile(SHAPE, residual=True).spec.variant)["residual"] is True
     assert api.compile(SHAPE).spec != api.compile(SHAPE, residual=True).spec
+    with pytest.raises(InvalidInput, match="forward_training"):
+        api.compile(SHAPE, template="triangle_attention_forward_sm90", residual=True)
 
 
 def test_compile_refuses_other_architectures() -> None:
@@ -376,7 +378,8 @@ def test_warmup_launches_every_kernel_once(cuda_of_cpu, store) -> None:
 @pytest.mark.parametrize("mask", ["none", "additive"])
 def test_warmup_for_training_launches_what_a_step_runs(cuda_of_cpu, monkeypatch, mask: str) -> None:
     emulated, loaded = EmulatedBackward(), []
-    direction = {"forward": emulated.forward, "backward_stats": emulated.stats, "backward_key": emulated.key}
+    direction = {"backward_stats": emulated.stats, "backward_key": emulated.key}
+    direction |= dict.fromkeys(["forward", "forward_training"], emulated.forward)
 
     def function_of(spec, store=None):
         loaded.append(spec)

@@ -568,7 +568,7 @@ def test_a_missing_backward_kernel_does_not_stop_training(kernels, missing: str,
 
 
 def test_a_missing_forward_kernel_still_feeds_the_backward(kernels) -> None:
-    kernels.missing = {routing.FORWARD}
+    kernels.missing = {routing.FORWARD_TRAINING}
     x = small(mask="additive", pattern="rows", value=-1e9)
     tensors = leaves(x)
     with pytest.warns(FallbackWarning, match="no kernel of"):

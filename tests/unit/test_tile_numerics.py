@@ -16,9 +16,11 @@ from torch import Tensor
 OFFSET_DROP = 8.0 * math.log(2.0)
 
 
-def tiled_softmax_product(scores: Tensor, v: Tensor, tile_n: int, drop: float = OFFSET_DROP) -> tuple[Tensor, Tensor]:
+def tiled_softmax_product(
+    scores: Tensor, v: Tensor, tile_n: int, drop: float = OFFSET_DROP, halves: int = 1
+) -> tuple[Tensor, Tensor]:
     """(O, LSE) in float32 of scores (Q, K) float32 and v (K, D) bf16, keys taken tile_n at a time; drop 0 gives the usual
-    running maximum."""
+    running maximum, 2 halves P as training takes it."""
     rows = scores.shape[0]
     top, offset = torch.full((rows, 1), -math.inf), torch.full((rows, 1), -math.inf)
     total, out = torch.zeros(rows, 1), torch.zeros(rows, v.shape[1])
@@ -32,7 +34,10 @@ def tiled_softmax_product(scores: Tensor, v: Tensor, tile_n: int, drop: float = 
         offset = new
         p = torch.exp(s - torch.where(empty, 0.0, offset))
         total = total * factor + p.sum(1, keepdim=True)
-        out = out * factor + p.to(torch.bfloat16).float() @ v[start : start + tile_n].float()
+        operand = torch.zeros_like(p)
+        for _ in range(halves):
+            operand += (p - operand).to(torch.bfloat16).float()
+        out = out * factor + operand @ v[start : start + tile_n].float()
     empty = total == 0
     lse = torch.where(empty, -math.inf, offset + torch.log(total))
     return torch.where(empty, 0.0, out / total), lse[:, 0]
@@ -64,6 +69,14 @@ def test_error_of_every_tile_size(keys: int, tile_n: int) -> None:
     ref, ref_lse = exact(scores, v)
     assert relative_rms(out.to(torch.bfloat16), ref) <= 2.03e-3
     assert float((lse - ref_lse).abs().max()) <= 2e-6 * max(1.0, float(ref_lse.abs().max()))
+
+
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_two_halves_of_p_leave_only_float32_roundings(spread: float) -> None:
+    scores, v = spread * normal_scores(1024, 384), values(384)
+    ref, _ = exact(scores, v)
+    one, two = (relative_rms(tiled_softmax_product(scores, v, 96, halves=n)[0], ref) for n in (1, 2))
+    assert two < 6e-6 and one > 100 * two
 
 
 @pytest.mark.parametrize("keys", [384, 768, 2048])

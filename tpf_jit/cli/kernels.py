@@ -26,7 +26,7 @@ def compile_kernels(
     arch: Annotated[str | None, typer.Option("--arch", help="Target, such as sm_90a; this GPU's if left out.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="This template instead of the dispatcher's choice.")] = None,
     config: Annotated[str | None, typer.Option("--config", help="A configuration: name=value,name=value.")] = None,
-    residual: Annotated[bool, typer.Option("--residual", help="The variant that also writes the rounding residual.")] = False,
+    residual: Annotated[bool, typer.Option("--residual", help="The forward of training, which keeps its roundings.")] = False,
     jobs: Jobs = None,
     json: Json = False,
 ) -> None:
@@ -120,7 +120,9 @@ def tune(
     dtype: Dtype = "bfloat16",
     bias_dtype: BiasDtype = None,
     mask: Mask = "none",
-    direction: Annotated[str, typer.Option("--direction", help="forward, or backward_stats, _key or _query.")] = "forward",
+    direction: Annotated[
+        str, typer.Option("--direction", help="forward, forward_training, backward_stats, backward_key or backward_query.")
+    ] = "forward",
     budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem.")] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem, at most.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,

@@ -189,7 +189,7 @@ def run_kernel(
     """Launch one particular forward kernel: output and LSE, without autograd and without a PyTorch path.
 
     Args:
-        kernel: a kernel of the family "triangle_attention/forward", with or without residual.
+        kernel: a kernel of the family "triangle_attention/forward" or "triangle_attention/forward_training".
         Others as in `triangle_attention`, five-dimensional.
 
     Raises:
@@ -205,9 +205,9 @@ def run_kernel(
     if reason is not None:
         raise InvalidInput.of("q, k, v, bias", reason, "what the kernel was compiled for")
     shape = routing.kernel_shape(q, bias, mask)
-    residual = bool(dict(spec.variant).get("residual", False))
+    residual = bool(dict(spec.variant)["residual"])
     try:
-        same = KernelSpec.make(spec.template, shape, kernel.config, **dict(routing.FLAGS[residual])) == spec
+        same = KernelSpec.make(spec.template, shape, kernel.config) == spec
     except InvalidInput:  # this shape's variant has no such configuration
         same = False
     if not same:

@@ -22,10 +22,10 @@ from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention.layout import bias_kernel_dtype, outer_sizes
 
 FORWARD = "triangle_attention/forward"
+FORWARD_TRAINING = "triangle_attention/forward_training"
 BACKWARD_STATS = "triangle_attention/backward_stats"
 BACKWARD_KEY = "triangle_attention/backward_key"
 BACKWARD_QUERY = "triangle_attention/backward_query"
-FLAGS = {False: (), True: (("residual", True),)}
 
 EMPTY = "the tensors are empty"
 

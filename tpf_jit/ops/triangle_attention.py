@@ -105,7 +105,8 @@ def _forward(q, k, v, bias, mask, scale, need_residual, compensate=True, workspa
     plan = plans.plan_of(q, k, v, bias, mask)
     reason = plan.reason
     if reason is None:
-        found = routing.find_kernel(routing.FORWARD, plan.shape, routing.FLAGS[need_residual], q.device)
+        family = routing.FORWARD_TRAINING if need_residual else routing.FORWARD
+        found = routing.find_kernel(family, plan.shape, (), q.device)
         if not isinstance(found, str):
             operands = layout.prepare(q, k, v, bias, mask, plan.in_place)
             return launch.forward(found, operands, q, scale, need_residual)

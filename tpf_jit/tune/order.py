@@ -124,7 +124,7 @@ def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Nei
 
     Args:
         shape: the problem to be tuned.
-        direction: ``forward``, ``backward_stats``, ``backward_key`` or ``backward_query``.
+        direction: ``forward``, ``forward_training``, ``backward_stats``, ``backward_key`` or ``backward_query``.
         device: its device model (`tuning_db.device_model`).
         rows: trial rows of the template, of any cell and device, less those that are current for this very cell (a sweep that
             resumes would else take its own beginning for a neighbour); rows without a time do not matter.

@@ -17,7 +17,7 @@ class Result:
 
     Attributes:
         shape: the problem.
-        direction: ``forward``, ``backward_stats``, ``backward_key`` or ``backward_query``.
+        direction: ``forward``, ``forward_training``, ``backward_stats``, ``backward_key`` or ``backward_query``.
         cell: its name in the database.
         device: device model.
         best: the winner as the database derives it (`tuning_db.Winner`), None when nothing may win.
