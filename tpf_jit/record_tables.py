@@ -1,5 +1,5 @@
 """Markdown tables from records: implementations side by side where rows have a time each, tensors side by side where they have
-an error each, else one line a row."""
+an error each, the closest case where rows have bounds, else one line a row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def record_table(record: Mapping[str, Any], name: str) -> str:
         record: a valid record.
         name: name of its file, for the caption.
     """
-    layout = _side_by_side if _is_timed(record) else _errors if _is_judged(record) else _one_by_one
+    layouts = ((_is_timed, _side_by_side), (_is_judged, _errors), (_is_bounded, _closest))
+    layout = next((layout for applies, layout in layouts if applies(record)), _one_by_one)
     header, lines = layout(record)
     numeric = [all(_looks_numeric(line[column]) for line in lines) for column in range(len(header))]
     table = [_line(header), _line(["---:" if right else "---" for right in numeric]), *map(_line, lines)]
@@ -44,6 +45,10 @@ def _is_timed(record: Mapping[str, Any]) -> bool:
 
 def _is_judged(record: Mapping[str, Any]) -> bool:
     return all({"family", "impl", "tensor", "cases", "rel_rms_mean", "bitwise_equal"} <= set(row) for row in record["rows"])
+
+
+def _is_bounded(record: Mapping[str, Any]) -> bool:
+    return all({"pass", "impl", "tensor", "dtype", "rel_rms_max", "bound", "bitwise_equal"} <= set(row) for row in record["rows"])
 
 
 def _problem(row: Mapping[str, Any]) -> tuple:
@@ -83,6 +88,22 @@ def _errors(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["family", "implementation", "cases", *(f"{tensor}, mean (max)" for tensor in tensors), "same bits"], lines
 
 
+def _closest(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line a pass, tensor and dtype: how many cases, and of them the one that came closest to its bound."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        groups.setdefault((row["impl"], row["pass"], row["tensor"], row["dtype"]), []).append(row)
+    lines = []
+    for group, rows in groups.items():
+        worst = max(rows, key=lambda row: float("inf") if row["rel_rms_max"] is None else row["rel_rms_max"] / row["bound"])
+        error = "not finite" if worst["rel_rms_max"] is None else _number(worst["rel_rms_max"])
+        within = sum(row["rel_rms_max"] is not None and row["rel_rms_max"] <= row["bound"] for row in rows)
+        same = sum(row["bitwise_equal"] for row in rows)
+        lines.append([*group, str(len(rows)), str(within), error, _number(worst["bound"]), str(same)])
+    header = ["implementation", "pass", "tensor", "dtype", "cases", "within bounds", "closest to its bound", "that bound", "same bits"]
+    return header, lines
+
+
 def _error(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
@@ -116,7 +137,7 @@ def _caption(record: Mapping[str, Any], name: str) -> str:
     if device.get("driver"):
         facts.append(f"driver {device['driver']}")
     facts += [f"PyTorch {versions['torch']}", f"tpf_jit {versions['tpf_jit']}", record["date"][:10]]
-    counted = _COUNTED if _is_judged(record) else ()
+    counted = _COUNTED if _is_judged(record) or _is_bounded(record) else ()
     shared = {field: value for field, value in _constants(record["rows"]).items() if field not in counted}
     constant = ", ".join(f"{field} = {value}" for field, value in shared.items())
     method = ", ".join(f"{field} {_cell(value)}" for field, value in record["method"].items())

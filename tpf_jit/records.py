@@ -181,18 +181,23 @@ def show(name: str, folder: str | os.PathLike[str] | None = None) -> Record:
 
 
 def check(folder: str | os.PathLike[str] | None = None, registry: Any = None, kind: str | None = None) -> list[Verdict]:
-    """Which records are current: valid, and measured with the sources that every template they name has now.
+    """Which records are current: valid, and measured with the sources that every template they rest on has now.
+
+    A record names all templates there were. One whose rows are all of one operation or all of the forward pass rests on the
+    templates of that alone: an edit of a gradient kernel leaves it current.
 
     Args:
         folder, kind: as for `list_records`.
         registry: templates to compare with; those of this process when left out.
     """
     hashes: dict[str, set[str]] = {}
+    families: dict[str, tuple[str, str]] = {}
     for template in _registry(registry).templates():
         # The record may name a template or, where one architecture is meant, its family.
         for name in (template.name, f"{template.op}_{template.direction}"):
             hashes.setdefault(name, set()).add(template.source_hash())
-    return [_judge(record, hashes) for record in list_records(folder, kind)]
+            families[name] = template.op, template.direction
+    return [_judge(record, hashes, families) for record in list_records(folder, kind)]
 
 
 def table(kind: str | None = None, folder: str | os.PathLike[str] | None = None, registry: Any = None) -> str:
@@ -221,11 +226,17 @@ def _registry(registry: Any) -> Any:
     return process_wide
 
 
-def _judge(record: Record, hashes: Mapping[str, set[str]]) -> Verdict:
+def _judge(record: Record, hashes: Mapping[str, set[str]], families: Mapping[str, tuple[str, str]]) -> Verdict:
     if record.problems:
         return Verdict(record, "invalid", "; ".join(record.problems))
     reasons = []
+    rows = record.content["rows"]
+    ops = {row.get("op") for row in rows}
+    forward_only = all(row.get("pass") == "forward" for row in rows)
     for name, measured in sorted(record.content["source_hash"].items()):
+        op, direction = families.get(name, (None, None))
+        if op is not None and (None not in ops and op not in ops or forward_only and direction != "forward"):
+            continue
         if name not in hashes:
             reasons.append(f"there is no template {name} any more")
         elif measured not in hashes[name]:

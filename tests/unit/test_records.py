@@ -209,6 +209,20 @@ def test_editing_a_template_makes_its_records_stale(tmp_path: Path) -> None:
         assert verdict.state == state
 
 
+def test_a_record_rests_on_what_its_rows_are_about(tmp_path: Path) -> None:
+    backward, other = FakeTemplate("fake_backward"), FakeTemplate("other_forward")
+    backward.direction, other.op = "backward_key", "triangle_multiplication"
+    measured = {"fake_forward": SOURCE, "fake_backward": "7" * 64, "other_forward": "7" * 64}
+    forward = records.write(bench(source_hash=measured), tmp_path)
+    both = records.write(bench(source_hash=measured, rows=[row(), row(**{"pass": "backward"})]), tmp_path)
+    everything = records.write(bench(source_hash=measured, rows=[row(), row(op="triangle_multiplication")]), tmp_path)
+    registry = FakeRegistry(FakeTemplate(), backward, other)
+    found = {verdict.record.name: verdict.detail for verdict in records.check(tmp_path, registry)}
+    assert found[forward.stem] == ""
+    assert found[both.stem] == "the sources of fake_backward have changed since"
+    assert found[everything.stem] == "the sources of other_forward have changed since"
+
+
 def test_source_hashes_are_what_check_compares(tmp_path: Path) -> None:
     hashes = records.source_hashes(REGISTRY)
     assert hashes == {"fake_forward": SOURCE, "other": "6" * 64}
@@ -298,3 +312,16 @@ def test_text_in_tables_cannot_break_them(tmp_path: Path) -> None:
     table = records.table(folder=tmp_path, registry=REGISTRY)
     assert r"| a\|b | two lines |  |" in table
     assert "| c | x | 1 2 |" in table
+
+
+def test_cases_with_bounds_are_summed_up_by_the_closest(tmp_path: Path) -> None:
+    case = {"pass": "forward", "impl": "tpf_jit", "tensor": "out", "dtype": "bfloat16", "bound": 2e-3, "bitwise_equal": True}
+    rows = [case | {"N": n, "rel_rms_max": error} for n, error in ((7, 1.5e-3), (384, 1.9e-3))]
+    rows += [case | {"tensor": "lse", "N": 7, "rel_rms_max": None, "bitwise_equal": False}]
+    records.write(accuracy(kind="correctness.attention", rows=rows), tmp_path)
+    header, _, *lines = cells(records.table(folder=tmp_path, registry=REGISTRY))
+    assert header[4:] == ["cases", "within bounds", "closest to its bound", "that bound", "same bits"]
+    assert lines == [
+        ["tpf_jit", "forward", "out", "bfloat16", "2", "2", "1.90e-03", "2.00e-03", "2"],
+        ["tpf_jit", "forward", "lse", "bfloat16", "1", "0", "not finite", "2.00e-03", "0"],
+    ]
