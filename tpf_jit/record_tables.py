@@ -3,6 +3,7 @@ an error each, the closest case where rows have bounds, else one line a row."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,11 @@ def record_table(record: Mapping[str, Any], name: str) -> str:
     header, lines = layout(record)
     numeric = [all(_looks_numeric(line[column]) for line in lines) for column in range(len(header))]
     table = [_line(header), _line(["---:" if right else "---" for right in numeric]), *map(_line, lines)]
-    return "\n".join([_caption(record, name), "", *table, *_footnote(record), ""])
+    return "\n".join([_wrapped(_caption(record, name)), "", *table, *map(_wrapped, _footnote(record)), ""])
+
+
+def _wrapped(prose: str) -> str:
+    return textwrap.fill(prose, 130, break_long_words=False, break_on_hyphens=False)
 
 
 def _is_timed(record: Mapping[str, Any]) -> bool:
@@ -100,8 +105,8 @@ def _closest(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         within = sum(row["rel_rms_max"] is not None and row["rel_rms_max"] <= row["bound"] for row in rows)
         same = sum(row["bitwise_equal"] for row in rows)
         lines.append([*group, str(len(rows)), str(within), error, _number(worst["bound"]), str(same)])
-    header = ["implementation", "pass", "tensor", "dtype", "cases", "within bounds", "closest to its bound", "that bound", "same bits"]
-    return header, lines
+    counts = ["cases", "within bounds", "closest to its bound", "that bound", "same bits"]
+    return ["implementation", "pass", "tensor", "dtype", *counts], lines
 
 
 def _error(rows: Sequence[Mapping[str, Any]]) -> str:
