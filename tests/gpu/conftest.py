@@ -17,7 +17,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from tpf_jit import records
     from tpf_jit.bench.environment import record_head
 
-    record = record_head("correctness.attention", f"pytest tests/gpu --record {folder}", torch.device("cuda", 0), {})
+    record = record_head("correctness.attention", "pytest tests/gpu --record tuning_db/records", torch.device("cuda", 0), {})
     record["method"] = {
         "reference": "float64 on the GPU, on a sample of the rows where all would be too many",
         "error": "relative RMS",

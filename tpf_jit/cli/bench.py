@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -99,8 +100,9 @@ def _latency_table(record: dict[str, Any]) -> None:
 
 
 def command_line() -> str:
-    """The command line of this process, for a record."""
-    return shlex.join(["tpf-jit", *sys.argv[1:]])
+    """The command line of this process, for a record; of a folder outside the working directory only its last parts."""
+    words = [os.path.join(*Path(word).parts[-2:]) if os.path.isabs(word) else word for word in sys.argv[1:]]
+    return shlex.join(["tpf-jit", *words])
 
 
 def _finish(record: dict[str, Any], out: Path | None, as_json: bool, show: Any) -> None:
