@@ -9,6 +9,7 @@ from tpf_jit.templates.triangle_attention.backward import (
     TriangleAttentionBackwardQuery,
     TriangleAttentionBackwardStats,
 )
+from tpf_jit.templates.triangle_attention.backward_tile import TriangleAttentionBackwardTile
 from tpf_jit.templates.triangle_attention.config import TriangleAttentionForward, TriangleAttentionForwardTraining
 
 TEMPLATES = (
@@ -17,4 +18,5 @@ TEMPLATES = (
     TriangleAttentionBackwardStats,
     TriangleAttentionBackwardKey,
     TriangleAttentionBackwardQuery,
+    TriangleAttentionBackwardTile,
 )

@@ -61,7 +61,7 @@ class QueryConfig:
     """CTAs that share an SM."""
 
 
-class _BackwardTemplate(Template):
+class BackwardTemplate(Template):
     """What the two gradient templates share."""
 
     op = "triangle_attention"
@@ -151,7 +151,7 @@ class TriangleAttentionBackwardStats(Template):
         return StatsWorkload(shape, device, seed, family)
 
 
-class TriangleAttentionBackwardKey(_BackwardTemplate):
+class TriangleAttentionBackwardKey(BackwardTemplate):
     """dK and dV: see backward_key_sm90.py."""
 
     name = "triangle_attention_backward_key_sm90"
@@ -212,7 +212,7 @@ class TriangleAttentionBackwardKey(_BackwardTemplate):
         return KeyWorkload(shape, device, seed, family)
 
 
-class TriangleAttentionBackwardQuery(_BackwardTemplate):
+class TriangleAttentionBackwardQuery(BackwardTemplate):
     """dQ and the pair bias gradient: see backward_query_sm90.py."""
 
     name = "triangle_attention_backward_query_sm90"

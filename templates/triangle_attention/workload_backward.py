@@ -275,13 +275,15 @@ class QueryWorkload(_BackwardWorkload):
 
     Attributes:
         dbias: whether the kernel computes the bias's gradient; True, as in the template's usual variant.
+        template: says how many slabs a configuration takes; `TriangleAttentionBackwardQuery` unless given.
         slabs: into how many planes it sums that; what the template says for its default configuration, until `configure`.
     """
 
     dbias = True
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, template: Any = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.template = template
         self.slabs = 1
         self.configure(None)
 
@@ -289,7 +291,7 @@ class QueryWorkload(_BackwardWorkload):
         """Take the slabs that the template gives a configuration (None: its default)."""
         from tpf_jit.templates.triangle_attention.backward import TriangleAttentionBackwardQuery
 
-        template = TriangleAttentionBackwardQuery()
+        template = self.template or TriangleAttentionBackwardQuery()
         self.slabs = template.slabs(self.shape, config or template.default(self.shape), self.num_ctas)
 
     @property

@@ -31,6 +31,7 @@ from tpf_jit import kernels
 from tpf_jit.errors import ColdKernelInCapture, FallbackWarning
 from tpf_jit.ops import settings
 from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.inputs import FAMILIES, Inputs, make_inputs
 from tpf_jit.templates.triangle_attention.workload import ForwardWorkload, relative_rms
@@ -428,6 +429,28 @@ def test_capturing_with_a_cold_backward_raises_and_leaves_the_stream_usable() ->
 
 
 # Each kernel alone
+
+
+@pytest.mark.parametrize("family", ["normal", "trained_like"])
+@pytest.mark.parametrize("fields", [
+    {"crop": 768, "rows": 24, "heads": 2}, {"crop": 353, "rows": 20, "mask": "bool"}, {"crop": 129, "head_dim": 16, "rows": 7},
+    {"crop": 201, "head_dim": 24, "rows": 31, "batch": 2, "mask": "additive", "bias_dtype": "float32"}, {"crop": 1, "rows": 3},
+    {"crop": 640, "head_dim": 64, "rows": 5, "mask": "bool"}, {"crop": 600, "rows": 3, "dtype": "float16"},
+], ids=str)  # fmt: skip
+def test_the_tile_kernel_in_every_configuration(fields: dict, family: str) -> None:
+    template, shape = registry.get("triangle_attention_backward_tile_sm90"), TriangleAttentionShape(**fields)
+    workload = template.workload(shape, DEVICE, family=family)
+    data = workload.make_inputs(0)
+    want, allowed = workload.reference(data), workload.bounds()
+    for config in template.space(shape):
+        function = kernels.get_kernel(template.name, shape, (), config).function
+        workload.configure(config)
+        found = workload.run(function, data)
+        errors = workload.errors(found, want)
+        assert all(errors[name] <= allowed[name] for name in allowed), (config, errors, allowed)
+        for _ in range(3):
+            again = workload.run(function, data)
+            assert all(torch.equal(found[name], again[name]) for name in found), config
 
 
 @pytest.mark.parametrize("family", FAMILIES)

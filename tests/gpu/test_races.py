@@ -68,6 +68,8 @@ TIGHT_BACKWARD = [
     ("backward_query", 32, "none", "bfloat16", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 1, "ctas_per_sm": 2}),
     ("backward_query", 32, "bool", "bfloat16", {"tile_n": 64, "consumer_warpgroups": 2, "rows_per_cta": 2, "ctas_per_sm": 1}),
     ("backward_query", 32, "bool", "bfloat16", {"tile_n": 48, "consumer_warpgroups": 1, "rows_per_cta": 2, "ctas_per_sm": 2}),
+    ("backward_tile", 32, "bool", "bfloat16", {"tile_n": 64, "consumer_warpgroups": 1, "stages": 2, "ctas_per_sm": 2}),
+    ("backward_tile", 16, "none", "float32", {"tile_n": 64, "consumer_warpgroups": 2, "stages": 2, "ctas_per_sm": 1}),
     ("backward_query", 64, "none", "float32", {"tile_n": 32, "consumer_warpgroups": 1, "rows_per_cta": 2, "ctas_per_sm": 1}),
 ]
 

@@ -8,11 +8,13 @@ import pytest
 
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import backward as module
+from tpf_jit.templates.triangle_attention.backward_tile import TileConfig, TriangleAttentionBackwardTile
 from tpf_jit.templates.triangle_attention.config import register_split
 
 STATS = module.TriangleAttentionBackwardStats()
 KEY = module.TriangleAttentionBackwardKey()
 QUERY = module.TriangleAttentionBackwardQuery()
+TILE = TriangleAttentionBackwardTile()
 
 
 @pytest.mark.parametrize("crop", [1, 7, 64, 65, 100, 384, 768, 2048])
@@ -65,6 +67,29 @@ def test_slabs_cover_the_rows_and_fill_the_device(crop: int, rows: int) -> None:
     blocks = shape.heads * -(-crop // (64 * config.consumer_warpgroups))
     waves = -(-blocks * slabs // 132)
     assert waves * -(-groups // slabs) <= -(-blocks // 132) * groups, "no worse than one slab"
+
+
+@pytest.mark.parametrize("crop", [1, 64, 97, 256, 384, 600, 640])
+@pytest.mark.parametrize("head_dim", [8, 32, 64])
+def test_tiles_of_a_cluster_cover_the_keys(crop: int, head_dim: int) -> None:
+    shape = TriangleAttentionShape(crop=crop, head_dim=head_dim, mask="bool", bias_dtype="float32")
+    space = TILE.space(shape)
+    assert TILE.supports(shape)[0] and space and len(space) == len(set(space))
+    for config in space:
+        assert TILE.check(shape, config) is None
+        assert (config.cluster - 1) * config.tile_n < crop <= config.cluster * config.tile_n
+        producer, consumer = register_split(config)
+        assert 128 * config.ctas_per_sm * (producer + config.consumer_warpgroups * consumer) <= 65536
+        assert 1 <= TILE.slabs(shape, config, 132) <= min(shape.rows, module.MOST_SLABS)
+    assert TILE.default(shape) in space
+
+
+def test_tiles_say_what_they_do_not_take() -> None:
+    assert "768" in TILE.supports(TriangleAttentionShape(769))[1]
+    assert "head dims" in TILE.supports(TriangleAttentionShape(384, head_dim=72))[1]
+    assert "float32" in TILE.supports(TriangleAttentionShape(384, dtype="float16", bias_dtype="bfloat16"))[1]
+    assert "do not cover 768" in TILE.check(TriangleAttentionShape(768), TileConfig(cluster=4))
+    assert TILE.family == QUERY.family, "the tuner measures both"
 
 
 def test_flags_are_compiled_in_and_unknown_ones_refused() -> None:
