@@ -107,10 +107,8 @@ def version(connection: sqlite3.Connection, path: object, newest: int = SCHEMA_V
         raise DatabaseError(
             f"the tuning database needs SQLite {'.'.join(map(str, MIN_SQLITE))}; this Python has {sqlite3.sqlite_version}"
         )
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    application, found, tables = _facts(connection)
     if application != APPLICATION_ID:
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if application or found or tables:
             raise DatabaseError(f"{path} is an SQLite database of another application; name another file with TPF_JIT_DB")
         return 0
@@ -120,6 +118,21 @@ def version(connection: sqlite3.Connection, path: object, newest: int = SCHEMA_V
             "upgrade tpf_jit, or name another file with TPF_JIT_DB"
         )
     return found
+
+
+def _facts(connection: sqlite3.Connection) -> tuple[int, int, int]:
+    """Application id, user version and number of tables, all of one moment: another process may be filling the file."""
+    queries = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+    outer = connection.in_transaction
+    if not outer:
+        connection.execute("BEGIN")
+    try:
+        # A transaction begins to see with its first read of the file, which not every pragma is.
+        connection.execute(queries[2]).fetchone()
+        return tuple(connection.execute(query).fetchone()[0] for query in queries)
+    finally:
+        if not outer:
+            connection.execute("ROLLBACK")
 
 
 def migrate(connection: sqlite3.Connection, path: object, migrations: Sequence[Migration] = MIGRATIONS) -> bool:

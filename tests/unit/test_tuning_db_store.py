@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -460,3 +461,23 @@ def test_canonical_json_refuses_what_json_lacks() -> None:
     assert canonical_json({"b": 1, "a": [True, None, "\u00e9"]}) == '{"a":[true,null,"\\u00e9"],"b":1}'
     with pytest.raises(ValueError):
         canonical_json(float("nan"))
+
+
+def test_many_threads_make_one_new_database(tmp_path: Path) -> None:
+    """A file that another is filling is ours, not another application's."""
+    for attempt in range(30):
+        path, start, failures = tmp_path / f"{attempt}.db", threading.Barrier(8), []
+
+        def open_it(path: Path = path, start: threading.Barrier = start, failures: list = failures) -> None:
+            start.wait()
+            try:
+                TuningStore(path).close()
+            except DatabaseError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=open_it) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
