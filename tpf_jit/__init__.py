@@ -5,12 +5,14 @@ nor the compiler:
 
     compile(shape)              a compiled kernel: configuration, where it came from, resources, and a call
     triangle_attention(...)     the operator, with autograd, masks and a PyTorch path for everything else
+    triangle_multiplication(...)    the triangle multiplicative update, likewise
     is_supported(...)           (bool, reason): would this call take the kernel?
     explain(...)                which kernel a shape gets, and why
     tune(shape, ...)            measure configurations on this GPU and keep the evidence
     warmup(shapes)              load everything before training or a CUDA graph capture
     residual_compensation(on)   whether training keeps what rounding took from the output
-    TriangleAttentionShape      one problem; ``preset(name)`` gives those of a model
+    distributed.freeze(...)     all ranks of a job use rank 0's tuning
+    TriangleAttentionShape, TriangleMultiplicationShape     one problem; ``preset(name)`` gives those of a model
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "TriangleAttentionShape": "shape",
+    "TriangleMultiplicationShape": "shape",
     "compile": "api",
     "explain": "api",
     "is_supported": "api",
     "preset": "shape",
     "residual_compensation": "api",
     "triangle_attention": "api",
+    "triangle_multiplication": "api",
     "tune": "api",
     "warmup": "api",
 }
@@ -40,8 +44,17 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from .api import compile, explain, is_supported, residual_compensation, triangle_attention, tune, warmup
-    from .shape import TriangleAttentionShape, preset
+    from .api import (
+        compile,
+        explain,
+        is_supported,
+        residual_compensation,
+        triangle_attention,
+        triangle_multiplication,
+        tune,
+        warmup,
+    )
+    from .shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
 
 _checkout.install()
 
@@ -50,6 +63,8 @@ if os.environ.get("TPF_JIT_LOG"):
 
 
 def __getattr__(name: str):
+    if name == "distributed":
+        return import_module(".distributed", __name__)
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

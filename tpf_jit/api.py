@@ -19,19 +19,20 @@ from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
 from tpf_jit.explanation import Explanation, explain_kernel
-from tpf_jit.ops import launch, routing, settings
+from tpf_jit.ops import launch, multiplication_routing, routing, settings
 from tpf_jit.ops.launch import run_kernel
 from tpf_jit.ops.plans import inspect_call
 from tpf_jit.ops.settings import residual_compensation
 from tpf_jit.ops.triangle_attention import triangle_attention
+from tpf_jit.ops.triangle_multiplication import triangle_multiplication
 from tpf_jit.pool import CompilePool
-from tpf_jit.shape import TriangleAttentionShape, preset
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, is_key, parse_key, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import config_from_dict
 
 __all__ = [
-    "CompiledKernel", "Explanation", "compile", "explain", "is_supported", "residual_compensation", "triangle_attention", "tune",
-    "warmup",
+    "CompiledKernel", "Explanation", "compile", "explain", "is_supported", "residual_compensation", "triangle_attention",
+    "triangle_multiplication", "tune", "warmup",
 ]  # fmt: skip
 
 DEFAULT_ARCH = "sm_90a"
@@ -79,41 +80,48 @@ class CompiledKernel:
 
 
 def is_supported(
-    q: Tensor | TriangleAttentionShape,
+    q: Tensor | TriangleAttentionShape | TriangleMultiplicationShape,
     k: Tensor | None = None,
     v: Tensor | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
 ) -> tuple[bool, str]:
     """Whether a compiled kernel takes a call (its tensors) or a shape (on the current device), and why or why not.
+
+    The tensors of `triangle_attention` are q, k, v, bias and mask; of `triangle_multiplication` those that matter are
+    `is_supported(z, mask=mask, p_in_weight=p_in_weight)`.
 
     From metadata only: nothing is compiled, and False never means an error, as `triangle_attention` takes its PyTorch path
     then; except that tensors which do not fit together give False with the message that a call would raise.
     """
     try:
-        reason, _ = _inspect(q, k, v, bias, mask)
+        reason, _ = _inspect(q, k, v, bias, mask, p_in_weight)
     except InvalidInput as error:
         return False, str(error)
     return reason is None, reason or TAKEN
 
 
 def explain(
-    q: Tensor | TriangleAttentionShape,
+    q: Tensor | TriangleAttentionShape | TriangleMultiplicationShape,
     k: Tensor | None = None,
     v: Tensor | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
 ) -> Explanation:
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
+    Calls are named by their tensors as for `is_supported`.
     Where no kernel can run here, the explanation still shows the one that the default architecture would run.
 
     Raises:
         InvalidInput: tensors that do not fit together.
     """
-    reason, shape = _inspect(q, k, v, bias, mask)
+    reason, shape = _inspect(q, k, v, bias, mask, p_in_weight)
     if shape is None:
-        return Explanation(f"q {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
+        name = "q" if p_in_weight is None else "z"
+        return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     try:
         kernel = kernels.get_kernel(f"{shape.op}/forward", shape)
     except (NoKernel, ShapeUnsupported) as error:
@@ -212,12 +220,17 @@ def tune(problem: Any, *arguments: Any, **options: Any) -> Any:
     return results[0] if single else results
 
 
-def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> tuple[str | None, Any]:
-    if isinstance(q, Tensor):
+def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any, p_in_weight: Any) -> tuple[str | None, Any]:
+    if p_in_weight is not None and k is None and v is None and bias is None:
+        return multiplication_routing.inspect_call(q, mask, p_in_weight)
+    if isinstance(q, Tensor) and p_in_weight is None:
         return inspect_call(q, k, v, bias, mask)
-    if not _is_shape(q) or k is not None or v is not None or bias is not None or mask is not None:
-        raise InvalidInput.of("q", type(q).__name__, "a shape alone, or the tensors q, k, v, bias and perhaps mask")
+    if not _is_shape(q) or any(x is not None for x in (k, v, bias, mask, p_in_weight)):
+        allowed = "a shape alone, the tensors q, k, v, bias and perhaps mask, or z with p_in_weight and perhaps mask"
+        raise InvalidInput.of("q", type(q).__name__, allowed)
     device = _current_device()
+    if isinstance(q, TriangleMultiplicationShape):
+        return routing.hardware(device).reason or multiplication_routing.unsupported(q), q
     return routing.hardware(device).reason or routing.unsupported(q, device), q
 
 
@@ -233,8 +246,8 @@ def _shapes(problem: Any) -> tuple[list[Any], bool]:
     """The shapes of a problem, and whether it was a single one."""
     if _is_shape(problem):
         return [problem], True
-    if isinstance(problem, str) and problem.startswith(f"{TriangleAttentionShape.op}/"):
-        return [TriangleAttentionShape.parse(problem)], True
+    if isinstance(problem, str) and is_key(problem):
+        return [parse_key(problem)], True
     if isinstance(problem, (str, os.PathLike)):
         return preset(problem), False
     if isinstance(problem, Iterable) and not isinstance(problem, (Mapping, Tensor)):

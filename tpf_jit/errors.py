@@ -58,8 +58,12 @@ class MeasurementFailed(TpfError, RuntimeError):
     """A timing could not be taken, or was too unsteady to be used."""
 
 
+class RanksDisagree(TpfError, RuntimeError):
+    """The ranks of a distributed job would not run the same kernels; the message names the ranks and what differs."""
+
+
 class NotDifferentiable(TpfError, RuntimeError):
-    """A second derivative was asked for; the gradients of triangle attention have no gradients of their own."""
+    """A second derivative was asked for; the gradients of our operators have no gradients of their own."""
 
 
 class FallbackWarning(UserWarning):

@@ -7,8 +7,9 @@
     the template's default                                    "default"
 
 The tuning database is read once; afterwards an answer comes from memory, and the same question again costs one look-up in a
-dict. A stored configuration that the template refuses today is skipped; one that was measured with other sources is used, and
-the note says so. Databases never raise here: a layer that cannot be read counts as empty.
+dict. A stored configuration that the template refuses today is skipped; one that was measured with other sources or another
+compiler is used, the note says so, and one warning a template and process does, unless its device code is known to be the same
+(`tuning_db.trust`). Databases never raise here: a layer that cannot be read counts as empty.
 
 Standard library only; templates come from the registry, which imports neither torch nor the compiler.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import threading
@@ -28,9 +30,12 @@ from tpf_jit.device import Device, current_device
 from tpf_jit.errors import NoKernel
 from tpf_jit.nearest import Candidate, Index, siblings_first
 from tpf_jit.templates.base import config_from_dict
+from tpf_jit.tuning_db import trust
 from tpf_jit.tuning_db.reader import Layer, default_layers, read_layer, read_shipped
 from tpf_jit.tuning_db.rows import cell_key
 from tpf_jit.tuning_db.winner import Winner, protocol_order
+
+log = logging.getLogger("tpf_jit")
 
 MAX_TRIES = 64
 """Neighbours that are looked at before the default is taken."""
@@ -76,7 +81,12 @@ class Dispatcher:
         device: the device to answer for; the current one when left out (looked up when first needed).
         registry: where templates come from: `get(name)` and `templates(op=, direction=, arch=)`; `templates.registry` when left
             out.
+
+    Attributes:
+        warns: whether a stale record that is used is logged as a warning, once a template and process.
     """
+
+    warns = True
 
     def __init__(
         self,
@@ -93,6 +103,8 @@ class Dispatcher:
         self._memo: dict[tuple[str, str, Any], Resolution] = {}
         self._index: Index | None = None
         self._current: tuple[Device | None] | None = None
+        self._present: dict[str, trust.Present] = {}
+        self._statements: trust.Statements = {}
 
     def resolve(self, op: str, direction: str, shape: Any) -> Resolution:
         """The template and configuration for a problem; from memory after the first time.
@@ -117,6 +129,7 @@ class Dispatcher:
         with self._lock:
             self._index = None
             self._current = None
+            self._present = {}
             self._memo = {}
 
     @property
@@ -141,6 +154,9 @@ class Dispatcher:
     def _loaded(self) -> Index:
         if self._index is None:
             self._index = Index(self._read_layers())
+            self._statements = {}
+            for layer in self._index.layers:
+                trust.add(self._statements, layer.statements)
         return self._index
 
     def _read_layers(self) -> list[Layer]:
@@ -200,7 +216,9 @@ class Dispatcher:
         # A table shipped later with better evidence beats an older row of the user's default database, not one named explicitly.
         if len(layers) > 1 and self._shipped and self._user_db in (None, True):
             (upper, upper_rows), (lower, lower_rows) = layers[0], layers[-1]
-            if lower_rows[0].date > upper_rows[0].date and _evidence(lower_rows[0], usable) > _evidence(upper_rows[0], usable):
+            if lower_rows[0].date > upper_rows[0].date and self._evidence(lower_rows[0], usable) > self._evidence(
+                upper_rows[0], usable
+            ):
                 layers = [(lower, lower_rows), (upper, upper_rows)]
         return (Candidate(winner, layer, 0.0) for layer, rows in layers for winner in rows)
 
@@ -218,7 +236,10 @@ class Dispatcher:
             if config is None:
                 chain.append(f"{source}: {record}, {_text(winner.config)}: skipped, {problem}")
                 continue
-            remarks = _remarks(winner, usable[winner.template], problem)
+            stale = self._stale(winner, usable[winner.template])
+            remarks = _remarks(winner, stale, problem)
+            if stale and self.warns:
+                _warn_stale(winner.template, stale)
             if candidate.masked is not None:
                 remarks.insert(0, f"measured {'with' if candidate.masked else 'without'} a mask, unlike this problem")
             note = _note(source, candidate, self.device, remarks)
@@ -238,6 +259,17 @@ class Dispatcher:
         if not count:
             chain.append(f"{source}: no record")
         return None
+
+    def _evidence(self, winner: Winner, usable: dict[str, Any]) -> tuple[bool, bool, tuple[int, str]]:
+        template = usable.get(winner.template)
+        current = template is not None and not self._stale(winner, template)
+        return current, winner.grade == "final", protocol_order(winner.protocol)
+
+    def _stale(self, winner: Winner, template: Any) -> list[str]:
+        """What has changed since a winner was measured, in words; empty when it is current."""
+        if template.name not in self._present:
+            self._present[template.name] = present(template)
+        return trust.outdated(winner, self._present[template.name], self._statements)
 
 
 def _supports(template: Any, shape: Any) -> tuple[bool, str]:
@@ -264,12 +296,12 @@ def _fit(winner: Winner, shape: Any, usable: dict[str, Any], exact: bool) -> tup
     return (config, remark) if problem is None else (None, problem)
 
 
-def _remarks(winner: Winner, template: Any, remark: str | None) -> list[str]:
+def _remarks(winner: Winner, stale: list[str], remark: str | None) -> list[str]:
     remarks = [remark] if remark else []
     if winner.rank:
         remarks.append(f"number {winner.rank + 1} of its measurement, as those before it cannot be used")
-    if not _is_current(winner, template):
-        remarks.append("measured with other sources of the template: tune again to be sure")
+    if stale:
+        remarks.append(f"measured with {' and '.join(stale)}: tune again to be sure")
     if winner.grade != "final":
         remarks.append("from an unfinished search")
     return remarks
@@ -297,16 +329,29 @@ def _default(shape: Any, usable: dict[str, Any], device: Device | None, chain: l
     return Resolution(template.name, template.default(shape), "default", note, math.inf, chain=tuple(chain))
 
 
-def _evidence(winner: Winner, usable: dict[str, Any]) -> tuple[bool, bool, tuple[int, str]]:
-    template = usable.get(winner.template)
-    return (template is not None and _is_current(winner, template), winner.grade == "final", protocol_order(winner.protocol))
-
-
-def _is_current(winner: Winner, template: Any) -> bool:
+def present(template: Any) -> trust.Present:
+    """What a template is compiled from today; what cannot be told counts as unchanged."""
     try:
-        return winner.source_hash == template.source_hash()
+        source = template.source_hash()
     except Exception:  # noqa: BLE001 - sources that cannot be read (a frozen application, a plugin) cannot tell
-        return True
+        source = None
+    try:
+        from tpf_jit.compiler import toolchain
+
+        versions = toolchain(template.backend)
+    except Exception:  # noqa: BLE001 - no compiler here, or a plugin's backend that fails: measurements serve all the same
+        versions = {}
+    return trust.Present(source, versions)
+
+
+_warned_stale: set[str] = set()
+
+
+def _warn_stale(template: str, stale: list[str]) -> None:
+    if template not in _warned_stale:
+        _warned_stale.add(template)
+        what = " and ".join(stale)
+        log.warning("%s: a configuration was measured with %s; it serves until tuned again: tpf-jit db stale", template, what)
 
 
 def _text(config: dict[str, Any]) -> str:
@@ -324,6 +369,12 @@ def default_dispatcher() -> Dispatcher:
             if not _default_dispatcher:
                 _default_dispatcher.append(Dispatcher())
     return _default_dispatcher[0]
+
+
+def use(dispatcher: Dispatcher) -> None:
+    """Answer with this dispatcher from now on. `kernels.reload_choices` drops what was chosen before."""
+    with _default_lock:
+        _default_dispatcher[:] = [dispatcher]
 
 
 def reload() -> None:

@@ -1,4 +1,4 @@
-"""The problem a kernel solves, as plain data: `TriangleAttentionShape` and the model presets.
+"""The problem a kernel solves, as plain data: `TriangleAttentionShape`, `TriangleMultiplicationShape` and the model presets.
 
 A leaf module of the standard library only: no torch, no device, no environment. Everything that chooses, names, stores or
 compares kernels (resolver, cache, tuning database, CLI) speaks in these objects and in their keys.
@@ -7,6 +7,7 @@ compares kernels (resolver, cache, tuning database, CLI) speaks in these objects
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import re
@@ -22,10 +23,20 @@ MASK_KINDS = ("none", "bool", "additive")
 TILE_HDIMS = (16, 32, 64, 96, 128)
 MAX_HEAD_DIM = TILE_HDIMS[-1]
 
+DIRECTIONS = ("outgoing", "incoming")
+WEIGHT_DTYPES = ("float32", "bfloat16")
+MULTIPLICATION_MASK_KINDS = ("none", "bool", "float")
+WIDTH_STEP = 32
+MAX_WIDTH = 512
+
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _KEY = re.compile(
     r"triangle_attention/B(?P<batch>\d+)/I(?P<rows>\d+)/H(?P<heads>\d+)/N(?P<crop>\d+)/D(?P<head_dim>\d+)"
     r"/(?P<dtype>\w+)/bias-(?P<bias_dtype>\w+)/mask-(?P<mask>\w+)"
+)
+_MULTIPLICATION_KEY = re.compile(
+    r"triangle_multiplication/B(?P<batch>\d+)/N(?P<crop>\d+)/C(?P<channels>\d+)/D(?P<hidden>\d+)/(?P<direction>\w+)"
+    r"/(?P<dtype>\w+)/weight-(?P<weight_dtype>\w+)/mask-(?P<mask>\w+)"
 )
 
 
@@ -35,8 +46,54 @@ def dtype_name(dtype: object) -> str:
     return _DTYPE_ALIASES.get(name, name)
 
 
+class _Problem:
+    """What problems of all operations have in common; subclasses are frozen dataclasses with a `crop` and a pattern of keys."""
+
+    _key: ClassVar[re.Pattern[str]]
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a mask is given; kernels read masks of all kinds from the same fp32 buffer."""
+        return self.mask != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-friendly values, in declaration order."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Inverse of `to_dict`; missing fields take their defaults.
+
+        Raises:
+            InvalidInput: for an unknown field, a missing crop, or a value that the constructor refuses.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise InvalidInput.of("shape", f"unknown field {unknown[0]!r}", ", ".join(names))
+        if "crop" not in values:
+            raise InvalidInput.of("crop", "nothing", "an integer >= 1")
+        return cls(**values)
+
+    @classmethod
+    def parse(cls, key: str) -> Any:
+        """Inverse of `key`.
+
+        Raises:
+            InvalidInput: when the text is not such a key, or names an invalid shape.
+        """
+        match = cls._key.fullmatch(key)
+        if match is None:
+            raise InvalidInput.of("key", repr(key), f"a key like {cls(crop=384).key()!r}")
+        values: dict[str, Any] = match.groupdict()
+        return cls(**{name: int(text) if text.isdecimal() else text for name, text in values.items()})
+
+
 @dataclass(frozen=True)
-class TriangleAttentionShape:
+class TriangleAttentionShape(_Problem):
     """One triangle-attention problem: q, k, v `(batch, rows, heads, crop, head_dim)`, bias `(batch, heads, crop, crop)`.
 
     Args:
@@ -54,6 +111,7 @@ class TriangleAttentionShape:
     """
 
     op: ClassVar[str] = "triangle_attention"
+    _key: ClassVar[re.Pattern[str]] = _KEY
 
     crop: int
     heads: int = 4
@@ -77,37 +135,10 @@ class TriangleAttentionShape:
         self._set("bias_dtype", _choice("bias_dtype", bias_dtype, BIAS_DTYPES))
         self._set("mask", _choice("mask", "none" if self.mask is None else self.mask, MASK_KINDS))
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
     @property
     def tile_hdim(self) -> int:
         """The kernel's padded head dim: the smallest of 16, 32, 64, 96, 128 that holds `head_dim`."""
         return next(tile for tile in TILE_HDIMS if tile >= self.head_dim)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether a key mask is given; kernels read boolean and additive masks from the same fp32 buffer."""
-        return self.mask != "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON-friendly values, in declaration order."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TriangleAttentionShape:
-        """Inverse of `to_dict`; missing fields take their defaults.
-
-        Raises:
-            InvalidInput: for an unknown field, a missing crop, or a value that the constructor refuses.
-        """
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise InvalidInput.of("shape", f"unknown field {unknown[0]!r}", ", ".join(names))
-        if "crop" not in values:
-            raise InvalidInput.of("crop", "nothing", "an integer >= 1")
-        return cls(**values)
 
     def key(self) -> str:
         """The shape's one textual name, e.g. `triangle_attention/B1/I384/H4/N384/D32/bfloat16/bias-bfloat16/mask-none`."""
@@ -115,19 +146,6 @@ class TriangleAttentionShape:
             f"{self.op}/B{self.batch}/I{self.rows}/H{self.heads}/N{self.crop}/D{self.head_dim}"
             f"/{self.dtype}/bias-{self.bias_dtype}/mask-{self.mask}"
         )
-
-    @classmethod
-    def parse(cls, key: str) -> TriangleAttentionShape:
-        """Inverse of `key`.
-
-        Raises:
-            InvalidInput: when the text is not such a key, or names an invalid shape.
-        """
-        match = _KEY.fullmatch(key)
-        if match is None:
-            raise InvalidInput.of("key", repr(key), f"a key like {cls(crop=384).key()!r}")
-        values: dict[str, Any] = match.groupdict()
-        return cls(**{name: int(text) if text.isdecimal() else text for name, text in values.items()})
 
     @classmethod
     def from_tensors(cls, q: Any, k: Any, v: Any, bias: Any, mask: Any = None) -> TriangleAttentionShape:
@@ -146,9 +164,7 @@ class TriangleAttentionShape:
             if tuple(other.shape) != tuple(q.shape):
                 raise InvalidInput.of(name, f"shape {tuple(other.shape)}", f"q's, {tuple(q.shape)}")
         *leading, rows, heads, crop, head_dim = q.shape
-        batch = 1
-        for size in leading:
-            batch *= size
+        batch = math.prod(leading)
         has_row_axis = len(bias.shape) >= len(q.shape)
         per_row = has_row_axis and bias.shape[-4] > 1 and bias.stride(-4) != 0
         outer = range(len(bias.shape) - (4 if has_row_axis else 3))
@@ -167,6 +183,111 @@ class TriangleAttentionShape:
             bias_dtype=bias_dtype,
             mask=kind,
         )
+
+
+@dataclass(frozen=True)
+class TriangleMultiplicationShape(_Problem):
+    """One triangle multiplicative update of a pair tensor z `(batch, crop, crop, channels)`, through `hidden` channels.
+
+    Args:
+        crop: N, >= 1.
+        channels: C, the width of z and of the result: 32 to 512 in steps of 32.
+        hidden: D, the width of the two factors: 32 to 512 in steps of 32; `channels` when left out.
+        direction: `"outgoing"`, sum_k a_ik b_jk, or `"incoming"`, sum_k a_ki b_kj.
+        batch: B, >= 1.
+        dtype: of the activations: `"bfloat16"` or `"float16"` (a torch dtype or `"bf16"` will do).
+        weight_dtype: of weights and biases: `"float32"` or `"bfloat16"`.
+        mask: of the factors: `"none"`, `"bool"` (True keeps) or `"float"` (multiplies).
+
+    Raises:
+        InvalidInput: naming the argument, what came, and what is allowed.
+    """
+
+    op: ClassVar[str] = "triangle_multiplication"
+    _key: ClassVar[re.Pattern[str]] = _MULTIPLICATION_KEY
+
+    crop: int
+    channels: int = 128
+    hidden: int | None = None
+    direction: str = "outgoing"
+    batch: int = 1
+    dtype: str = "bfloat16"
+    weight_dtype: str = "float32"
+    mask: str = "none"
+
+    def __post_init__(self) -> None:
+        self._set("hidden", self.channels if self.hidden is None else self.hidden)
+        for name in ("crop", "channels", "hidden", "batch"):
+            self._set(name, _positive_int(name, getattr(self, name)))
+        for name in ("channels", "hidden"):
+            width = getattr(self, name)
+            if width % WIDTH_STEP or width > MAX_WIDTH:
+                raise InvalidInput.of(name, width, f"{WIDTH_STEP} to {MAX_WIDTH} in steps of {WIDTH_STEP}")
+        self._set("direction", _choice("direction", self.direction, DIRECTIONS))
+        self._set("dtype", _choice("dtype", dtype_name(self.dtype), KERNEL_DTYPES))
+        self._set("weight_dtype", _choice("weight_dtype", dtype_name(self.weight_dtype), WEIGHT_DTYPES))
+        self._set("mask", _choice("mask", "none" if self.mask is None else self.mask, MULTIPLICATION_MASK_KINDS))
+
+    def key(self) -> str:
+        """The shape's one textual name, e.g.
+        `triangle_multiplication/B1/N384/C128/D128/outgoing/bfloat16/weight-float32/mask-none`."""
+        return (
+            f"{self.op}/B{self.batch}/N{self.crop}/C{self.channels}/D{self.hidden}/{self.direction}"
+            f"/{self.dtype}/weight-{self.weight_dtype}/mask-{self.mask}"
+        )
+
+    @classmethod
+    def from_tensors(
+        cls, z: Any, p_in_weight: Any, mask: Any = None, direction: str = "outgoing"
+    ) -> TriangleMultiplicationShape:
+        """The shape of a call's tensors, from metadata only.
+
+        Args:
+            z: `(*, N, N, C)`; leading dims multiply into the batch.
+            p_in_weight: `(2 D, C)`, which sets the hidden width and stands for the dtype of all weights.
+            mask: None, boolean, or anything that multiplies.
+            direction: as in the constructor.
+
+        Raises:
+            InvalidInput: when the tensors cannot be such a problem, or its dtypes or widths are none that kernels serve.
+        """
+        if len(z.shape) < 3 or z.shape[-3] != z.shape[-2]:
+            raise InvalidInput.of("z", f"shape {tuple(z.shape)}", "(B, N, N, C), or (N, N, C)")
+        *leading, crop, _, channels = z.shape
+        size = tuple(p_in_weight.shape)
+        if len(size) != 2 or size[0] % 2 or size[1] != channels:
+            raise InvalidInput.of("p_in_weight", f"shape {size}", f"(2 D, {channels}) for z of shape {tuple(z.shape)}")
+        return cls(
+            crop=crop,
+            channels=channels,
+            hidden=size[0] // 2,
+            direction=direction,
+            batch=math.prod(leading),
+            dtype=dtype_name(z.dtype),
+            weight_dtype=dtype_name(p_in_weight.dtype),
+            mask="none" if mask is None else "bool" if dtype_name(mask.dtype) == "bool" else "float",
+        )
+
+
+SHAPES = {cls.op: cls for cls in (TriangleAttentionShape, TriangleMultiplicationShape)}
+"""The class of an operation's problems, by the operation's name."""
+
+
+def is_key(text: str) -> bool:
+    """Whether a text is meant as a shape's key: it begins with the name of an operation and a slash."""
+    op, slash, _ = text.partition("/")
+    return bool(slash) and op in SHAPES
+
+
+def parse_key(key: str) -> TriangleAttentionShape | TriangleMultiplicationShape:
+    """The shape of any operation from its key.
+
+    Raises:
+        InvalidInput: when the text is no such key, or names an invalid shape.
+    """
+    if not is_key(key):
+        raise InvalidInput.of("key", repr(key), "a key that begins with " + ", ".join(f"{op}/" for op in SHAPES))
+    return SHAPES[key.partition("/")[0]].parse(key)
 
 
 def fold(batch: int, rows: int, per_row: bool, shared: bool) -> tuple[int, int]:
@@ -190,11 +311,12 @@ def preset_names() -> list[str]:
     return sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
 
 
-def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape]:
+def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape | TriangleMultiplicationShape]:
     """The shapes of a model: `"openfold3"`, `"boltz2"`, `"protenix"`, `"chai1"`, or the path of a file in the same format.
 
     The file is JSON: `{"shapes": [entry, ...]}`, an entry being the fields of a shape, where `"crops": [384, 640]` in place of
-    `"crop"` stands for one shape a crop, and `"note"` is free text. Duplicates are dropped, order is kept.
+    `"crop"` stands for one shape a crop, `"op": "triangle_multiplication"` makes it one of that operation (without an op it is
+    triangle attention), and `"note"` is free text. Duplicates are dropped, order is kept.
 
     Raises:
         InvalidInput: for an unknown name, a file that cannot be read, or an entry that is no shape.
@@ -220,10 +342,10 @@ def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape]:
         raise InvalidInput.of("preset", f"{text!r}, which is malformed ({error})", allowed) from error
 
 
-def _expand(entry: dict[str, Any]) -> list[TriangleAttentionShape]:
-    values = {name: value for name, value in entry.items() if name not in ("note", "crops")}
-    crops = entry.get("crops", [entry.get("crop")])
-    return [TriangleAttentionShape.from_dict({**values, "crop": crop}) for crop in crops]
+def _expand(entry: dict[str, Any]) -> list[Any]:
+    values = {name: value for name, value in entry.items() if name not in ("note", "crops", "op")}
+    cls = SHAPES[_choice("op", entry.get("op", TriangleAttentionShape.op), tuple(SHAPES))]
+    return [cls.from_dict({**values, "crop": crop}) for crop in entry.get("crops", [entry.get("crop")])]
 
 
 def _positive_int(name: str, value: object) -> int:

@@ -6,6 +6,9 @@ are derived from them by one pure function (`winner.rank`), so every process and
     rows.py     one measurement as plain data, its content hash, device models            stdlib
     winner.py   from measurements to the winner of a cell                                 stdlib
     reader.py   read-only layers for the dispatcher: user database, shipped tables        stdlib (sqlite3)
+    trust.py    whether a winner still speaks for the code of today                       stdlib
+    prune.py    which rows decide nothing any more                                        stdlib
+    contents.py all rows of a file, only read; compare.py two of them side by side        stdlib
     merge.py    sorted JSON lines: export, import, union                                  stdlib
     schema.py   tables and migrations                                                     stdlib
     store.py    the read-write store: kernels, trials, leases, exchange                   sqlite-utils

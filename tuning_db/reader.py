@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tpf_jit.errors import DatabaseError, TpfError
-from tpf_jit.tuning_db import merge, schema
-from tpf_jit.tuning_db.rows import REFUTING, TrialRow, canonical_json, cell_family
+from tpf_jit.tuning_db import merge, schema, trust
+from tpf_jit.tuning_db.rows import REFUTING, SAME_CODE, TrialRow, canonical_json, cell_family
 from tpf_jit.tuning_db.winner import Evidence, Winner, rank
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
@@ -29,7 +29,8 @@ BUSY_TIMEOUT_S = 2.0
 """Longest wait for a locked file on the launch path."""
 
 _EVIDENCE = """SELECT t.id, t.cell, t.model, t.template, c.fields, t.kernel_key, t.source_hash, t.cubin_sha256, t.protocol,
-    t.grade, t.status, t.median_us, t.p10_us, t.p90_us, t.date FROM trial t JOIN config c ON c.id = t.config"""
+    t.grade, t.status, t.median_us, t.p10_us, t.p90_us, t.date, k.facts FROM trial t JOIN config c ON c.id = t.config
+    JOIN toolchain k ON k.id = t.toolchain"""
 _TRIALS = """SELECT t.id, t.template, t.cell, c.fields, t.kernel_key, t.source_hash, t.cubin_sha256, d.facts, t.device_state,
     k.facts, t.protocol, t.samples_us, t.median_us, t.p10_us, t.p90_us, t.errors, t.status, t.detail, t.grade, t.date, t.session
     FROM trial t JOIN config c ON c.id = t.config JOIN device d ON d.id = t.device JOIN toolchain k ON k.id = t.toolchain"""
@@ -54,11 +55,13 @@ class Layer:
         name: for people: a path, or "shipped tables".
         winners: (cell, device model) -> the winner and those kept behind it.
         problem: why the layer is empty, None if it was read.
+        statements: what was seen to give the device code of an earlier measurement (`trust.statements`).
     """
 
     name: str
     winners: dict[tuple[str, str], tuple[Winner, ...]] = field(default_factory=dict)
     problem: str | None = None
+    statements: trust.Statements = field(default_factory=dict)
 
 
 def user_database_path(path: str | os.PathLike[str] | None = None) -> Path:
@@ -113,10 +116,13 @@ def shipped_files() -> list[Path]:
 def read_shipped() -> Layer:
     """The tables that install with the package, as one layer."""
     winners: dict[tuple[str, str], tuple[Winner, ...]] = {}
+    statements: trust.Statements = {}
     for path in shipped_files():
-        for pair, entry in read_layer(path).winners.items():
+        layer = read_layer(path)
+        for pair, entry in layer.winners.items():
             winners.setdefault(pair, entry)
-    return Layer("shipped tables", winners)
+        trust.add(statements, layer.statements)
+    return Layer("shipped tables", winners, statements=statements)
 
 
 def read_layer(path: str | os.PathLike[str], timeout: float = BUSY_TIMEOUT_S) -> Layer:
@@ -129,9 +135,13 @@ def read_layer(path: str | os.PathLike[str], timeout: float = BUSY_TIMEOUT_S) ->
             raise IsADirectoryError("it is a folder")
         if path.suffix == ".jsonl":
             trials = merge.read_lines(path, check=False).trials
-            return Layer(str(path), _rank_all(_evidence(identity, row) for identity, row in trials.items()))
+            rows = [evidence(identity, row) for identity, row in trials.items()]
+            return Layer(str(path), _rank_all(rows), statements=trust.statements(rows))
         with closing(open_readonly(path, timeout)) as connection:
-            return Layer(str(path), _winners(connection) if schema.version(connection, path) else {})
+            if not schema.version(connection, path):
+                return Layer(str(path))
+            said = trust.statements(select_evidence(connection, f"t.status = '{SAME_CODE}'"))
+            return Layer(str(path), _winners(connection), statements=said)
     except (sqlite3.Error, TpfError, OSError, ValueError) as error:
         return Layer(str(path), problem=_leave_out(path, error))
 
@@ -262,7 +272,8 @@ def _rank_all(rows: Iterable[Evidence]) -> dict[tuple[str, str], tuple[Winner, .
     return {pair: winners for pair, winners in ranked if winners}
 
 
-def _evidence(identity: str, row: TrialRow) -> Evidence:
+def evidence(identity: str, row: TrialRow) -> Evidence:
+    """The deciding columns of a row."""
     return Evidence(
         id=identity,
         cell=row.cell,
@@ -279,6 +290,7 @@ def _evidence(identity: str, row: TrialRow) -> Evidence:
         p10_us=row.p10_us,
         p90_us=row.p90_us,
         date=row.date,
+        toolchain=canonical_json(row.toolchain),
     )
 
 

@@ -25,8 +25,12 @@ STATUSES = (
     "launch_error",
     "slow",
     "infeasible",
+    "same_code",
 )
-"""Outcomes of a trial. `slow`: stopped early, far behind the best; `infeasible`: refused before it was compiled."""
+"""Outcomes of a trial. `slow`: stopped early, far behind the best; `infeasible`: refused before it was compiled; `same_code`:
+nothing was measured, but these sources and this compiler were seen to give the device code of an earlier measurement."""
+
+SAME_CODE = "same_code"
 
 REFUTING = ("wrong", "nondeterministic")
 """Outcomes that bar a configuration from winning its cell while its code stays the same."""

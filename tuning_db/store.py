@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from sqlite_utils import Database
 
 from tpf_jit.errors import DatabaseError, InvalidInput
-from tpf_jit.tuning_db import merge
+from tpf_jit.tuning_db import merge, prune
 from tpf_jit.tuning_db.audit import audit
 from tpf_jit.tuning_db.connection import DatabaseFile
 from tpf_jit.tuning_db.reader import open_readonly, select_evidence, select_trials, user_database_path
@@ -32,11 +32,22 @@ from tpf_jit.tuning_db.winner import Winner, rank
 BATCH = 200
 """Rows a transaction when many are added: short enough that other writers hardly wait."""
 
+LONGEST_LEASE_S = 3600.0
+"""No process reserves work for longer at once."""
+
 T = TypeVar("T")
 
 _KERNELS = """SELECT k.key, k.template, k.variant, c.fields AS config, k.arch, k.source_hash, t.facts AS toolchain,
     k.resources, o.sha256, o.kind, o.size, o.compile_s, o.date FROM kernel k JOIN config c ON c.id = k.config
     JOIN toolchain t ON t.id = k.toolchain LEFT JOIN object o ON o.key = k.key"""
+
+
+_REFERRED = (
+    ("device", "id", (("trial", "device"),)),
+    ("problem", "key", (("trial", "cell"),)),
+    ("config", "id", (("trial", "config"), ("kernel", "config"))),
+    ("toolchain", "id", (("trial", "toolchain"), ("kernel", "toolchain"))),
+)
 
 
 class TuningStore:
@@ -156,12 +167,14 @@ class TuningStore:
         """Reserve a piece of work (a configuration's JSON, a step of a sweep) for `ttl_s` seconds; claiming again extends it.
 
         Returns:
-            False while another owner holds it. What a dead process held is free once its time is over.
+            False while another owner holds it. What a dead process held is free once its time is over. One that ends further
+            ahead than any lease lasts was made before the clock was set back, and does not count.
         """
         now = time.time()
+        latest = now + max(ttl_s, LONGEST_LEASE_S)
 
         def attempt(db: Database) -> bool:
-            db.execute("DELETE FROM lease WHERE expires <= ?", [now])
+            db.execute("DELETE FROM lease WHERE expires <= ? OR expires > ?", [now, latest])
             held = list(db.query("SELECT owner FROM lease WHERE cell = ? AND work = ?", [cell, work]))
             if held and held[0]["owner"] != owner:
                 return False
@@ -233,6 +246,28 @@ class TuningStore:
     def verify(self) -> list[str]:
         """Everything that is wrong with the file, its schema or its rows, as sentences; empty when it is sound."""
         return self._file.read(lambda db: audit(db.conn, self.path))
+
+    def prune(self, present: prune.Presents) -> dict[str, str]:
+        """Drop the rows that decide nothing any more (see `prune.plan`), and what only they referred to.
+
+        Args:
+            present: what each template is compiled from today.
+
+        Returns:
+            Ids of the dropped trials, each with the reason.
+        """
+
+        def work(db: Database) -> dict[str, str]:
+            # Planned inside the transaction, so that no row which another process adds meanwhile can need a dropped one.
+            going = prune.plan(select_evidence(db.conn), present)
+            for identity in going:
+                db.execute("DELETE FROM trial WHERE id = ?", [identity])
+            for table, column, users in _REFERRED:
+                used = " UNION ".join(f"SELECT {name} FROM {user}" for user, name in users)
+                db.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({used})")
+            return going
+
+        return self._file.write(work)
 
     # inside
 

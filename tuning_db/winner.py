@@ -18,7 +18,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpf_jit.tuning_db.rows import REFUTING, config_order, median
@@ -49,6 +49,8 @@ class Evidence(NamedTuple):
     p10_us: float | None
     p90_us: float | None
     date: str
+    toolchain: str = "{}"
+    """Versions of what compiled it, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Winner:
         trial_id: that row.
         ties: how many configurations were within noise of the fastest (1 = none but itself).
         rank: 0 for the winner, then 1, 2, ... for those kept behind it.
+        toolchain: versions of what compiled it, of that row.
     """
 
     cell: str
@@ -84,6 +87,7 @@ class Winner:
     trial_id: str
     ties: int = 1
     rank: int = 0
+    toolchain: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device_name(self) -> str:
@@ -106,7 +110,7 @@ def rank(rows: Iterable[Evidence], keep: int = RUNNERS_UP) -> list[Winner]:
     """
     rows = list(rows)
     groups = defaultdict(list)
-    for row in _admissible(rows):
+    for row in admissible(rows):
         groups[row.template, row.config].append(row)
     entries = []
     for (template, text), members in groups.items():
@@ -135,20 +139,22 @@ def rank(rows: Iterable[Evidence], keep: int = RUNNERS_UP) -> list[Winner]:
             trial_id=row.id,
             ties=len(ties),
             rank=position,
+            toolchain=json.loads(row.toolchain),
         )
         for position, (us, _, config, row, _) in enumerate(order)
     ]
 
 
-def _admissible(rows: list[Evidence]) -> list[Evidence]:
-    refuted = {_kernel(row) for row in rows if row.status in REFUTING}
+def admissible(rows: list[Evidence]) -> list[Evidence]:
+    """The rows of one cell and model that decide: rules 1 and 2."""
+    refuted = {kernel_of(row) for row in rows if row.status in REFUTING}
     refuted_code = {row.cubin_sha256 for row in rows if row.status in REFUTING} - {""}
     pool = [
         row
         for row in rows
         if row.status == "ok"
         and row.median_us is not None
-        and _kernel(row) not in refuted
+        and kernel_of(row) not in refuted
         and row.cubin_sha256 not in refuted_code
     ]
     pool = [row for row in pool if row.grade == "final"] or pool
@@ -161,7 +167,7 @@ def _admissible(rows: list[Evidence]) -> list[Evidence]:
     return [row for row in pool if row.source_hash == latest[row.template][1] or row.cubin_sha256 in current_code]
 
 
-def _kernel(row: Evidence) -> str | tuple[str, str, str]:
+def kernel_of(row: Evidence) -> str | tuple[str, str, str]:
     """What was measured: the compiled kernel, or its description where the key is not known."""
     return row.kernel_key or (row.template, row.config, row.source_hash)
 

@@ -174,9 +174,11 @@ def test_functions_take_few_parameters(path: Path) -> None:
 
 
 def _fixed_signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """A signature that is set elsewhere: the kernel calling convention, torch.library ops, autograd functions."""
+    """A signature that is set elsewhere: kernel calling conventions, torch.library ops, autograd functions, cuEquivariance's."""
     names = [argument.arg for argument in node.args.args]
-    return {"q", "k", "v", "bias"} <= set(names) or bool(names) and names[0] == "ctx"
+    if {"q", "k", "v", "bias"} <= set(names) or {"norm_in_weight", "p_in_weight"} <= set(names):
+        return True
+    return bool(names) and names[0] == "ctx"
 
 
 @each_module

@@ -263,13 +263,16 @@ class TestDatabase:
         assert reading("db", "list", "--no-shipped", "--device", "h100") == []
 
     def test_show(self, call: Any, reading: Any, database: Path) -> None:
-        assert len(reading("db", "show", "triangle_attention")) == 4
-        found = reading("db", "show", "N256")
+        def show(*words: str) -> list:
+            return reading("db", "show", *words, "--no-shipped")
+
+        assert len(show("triangle_attention")) == 4
+        found = show("N256")
         assert [row["status"] for row in found] == ["ok", "wrong"]
         assert found[0]["id"] == trial(TriangleAttentionShape(crop=256), us=50.0).id
-        assert [row["status"] for row in reading("db", "show", "N256", "--status", "wrong")] == ["wrong"]
-        assert len(reading("db", "show", "triangle_attention", "--limit", "1")) == 1
-        assert reading("db", "show", "N256", "--device", "H100") == []
+        assert [row["status"] for row in show("N256", "--status", "wrong")] == ["wrong"]
+        assert len(show("triangle_attention", "--limit", "1")) == 1
+        assert show("N256", "--device", "H100") == []
         code, out, _ = call("db", "show", "N256")
         assert (code, "out is off" in out) == (0, True)
 

@@ -140,7 +140,7 @@ def test_from_tensors_refuses_what_is_no_problem() -> None:
 def test_presets_are_those_of_the_models() -> None:
     assert preset_names() == ["boltz2", "chai1", "openfold3", "protenix"]
     openfold = preset("openfold3")
-    assert {shape.crop for shape in openfold} == {384, 640, 768}
+    assert {384, 640, 768} <= {shape.crop for shape in openfold}
     assert {shape.head_dim for shape in openfold} == {16, 32}
     assert {shape.bias_dtype for shape in preset("protenix")} == {"float32"}
     assert {(shape.heads, shape.head_dim) for shape in preset("chai1")} == {(4, 64)}

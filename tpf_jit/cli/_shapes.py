@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from tpf_jit.shape import TriangleAttentionShape
+    from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 
 Targets = Annotated[
     list[str],
@@ -35,32 +35,42 @@ def integers(text: str, argument: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def shapes(targets: list[str], head_dim: str = "32", **options: Any) -> list[TriangleAttentionShape]:
+def shapes(
+    targets: list[str], head_dim: str = "32", **options: Any
+) -> list[TriangleAttentionShape | TriangleMultiplicationShape]:
     """The problems that a command line names, in order, without repeats."""
-    from tpf_jit.shape import TriangleAttentionShape, preset
+    from tpf_jit.shape import TriangleAttentionShape, is_key, parse_key, preset
 
-    found: list[TriangleAttentionShape] = []
+    found: list[Any] = []
     dims = integers(head_dim, "--head-dim")
     for target in targets:
         if target[:1].isdecimal():
             crops = integers(target, "TARGET")
             found += [TriangleAttentionShape(crop=crop, head_dim=dim, **options) for dim in dims for crop in crops]
-        elif target.startswith(TriangleAttentionShape.op + "/"):
-            found.append(TriangleAttentionShape.parse(target))
+        elif is_key(target):
+            found.append(parse_key(target))
         else:
             found += preset(target)
     return list(dict.fromkeys(found))
 
 
-def short(shape: TriangleAttentionShape) -> str:
+def short(shape: TriangleAttentionShape | TriangleMultiplicationShape) -> str:
     """A shape in a table cell: only what differs from the ordinary is named."""
-    parts = [f"N={shape.crop}", f"H={shape.heads}", f"D={shape.head_dim}", {"bfloat16": "bf16", "float16": "fp16"}[shape.dtype]]
-    if shape.rows != shape.crop:
-        parts.insert(1, f"I={shape.rows}")
+    dtype = {"bfloat16": "bf16", "float16": "fp16"}[shape.dtype]
+    if shape.op == "triangle_multiplication":
+        parts = [f"N={shape.crop}", f"C={shape.channels}", shape.direction, dtype]
+        if shape.hidden != shape.channels:
+            parts.insert(2, f"D={shape.hidden}")
+        if shape.weight_dtype != "float32":
+            parts.append(f"weights {shape.weight_dtype}")
+    else:
+        parts = [f"N={shape.crop}", f"H={shape.heads}", f"D={shape.head_dim}", dtype]
+        if shape.rows != shape.crop:
+            parts.insert(1, f"I={shape.rows}")
+        if shape.bias_dtype != shape.dtype:
+            parts.append(f"bias {shape.bias_dtype}")
     if shape.batch != 1:
         parts.insert(0, f"B={shape.batch}")
-    if shape.bias_dtype != shape.dtype:
-        parts.append(f"bias {shape.bias_dtype}")
     if shape.mask != "none":
         parts.append(f"{shape.mask} mask")
     return " ".join(parts)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpf_jit.cli import accuracy, bench, db, doctor, kernels, records
+from tpf_jit.cli import accuracy, bench, db, doctor, kernels, records, sweep
 from tpf_jit.errors import TpfError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app.command("doctor", short_help="Check this machine, and say how to mend what i
 app.command("compile", short_help="Compile kernels, with or without a GPU, and show their resources.")(kernels.compile_kernels)
 app.command("explain")(kernels.explain)
 app.command("tune")(kernels.tune)
+app.command("sweep", short_help="Tune many problems in all directions, on all GPUs here or a Ray cluster.")(sweep.sweep)
 app.command("demo", short_help="Show what tpf_jit does on this machine.")(kernels.demo)
 app.command("accuracy", short_help="Judge implementations and gradients against float64.")(accuracy.accuracy)
 app.add_typer(bench.app, name="bench")

@@ -1,4 +1,7 @@
-"""`tpf-jit db`: look into the tuning database, move rows between machines, check it."""
+"""`tpf-jit db`: look into the tuning database, move rows between machines, check it.
+
+Commands that only read open the file read-only: a damaged one is reported and left as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tpf_jit.cli import db_trust, report
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
 
 if TYPE_CHECKING:
     from tpf_jit.tuning_db import TrialRow, TuningStore
 
-app = typer.Typer(no_args_is_help=True, help="List, show, export, import, merge and verify the tuning database.")
+app = typer.Typer(no_args_is_help=True, help="List, show, compare, move, check and prune the tuning database.")
 
-Database = Annotated[
-    Path | None, typer.Option("--db", help="Database file; the user database (TPF_JIT_DB, else the data folder) if left out.")
-]
-Device = Annotated[str | None, typer.Option("--device", help="Only device models that contain this text, such as H200.")]
+Database, Device = db_trust.Database, db_trust.Device
 File = Annotated[Path, typer.Argument(metavar="FILE")]
 
 
-def _open(path: Path | None, must_exist: bool = True) -> TuningStore:
+def _open(path: Path | None) -> TuningStore:
     from tpf_jit.tuning_db import TuningStore
 
-    return TuningStore(_existing(path) if must_exist else path)
+    return TuningStore(path)
 
 
 def _existing(path: Path | None) -> Path:
@@ -75,50 +76,70 @@ def show(
     device: Device = None,
     status: Annotated[str | None, typer.Option("--status", help="Only this status (ok, wrong, compile_error, ...).")] = None,
     limit: Annotated[int, typer.Option("--limit", help="At most this many rows.")] = 50,
+    shipped: Annotated[bool, typer.Option(help="Include the tables that install with the package.")] = True,
     db: Database = None,
     json: Json = False,
 ) -> None:
     """The trials of a problem, fastest first, with their errors against FP64 and what became of them."""
-    with _open(db) as store:
-        names = [name for name in store.cells() if problem in name]
-        trials = [trial for name in names for trial in store.trials(cell=name, status=status)]
-    if device:
-        trials = [trial for trial in trials if device.lower() in trial.device_model.lower()]
-    trials.sort(key=lambda trial: (trial.cell, trial.median_us is None, trial.median_us or 0.0))
+    trials = [
+        (layer, trial)
+        for layer, rows in _contents(db, shipped)
+        for trial in rows
+        if problem in trial.cell
+        and (status is None or trial.status == status)
+        and (device is None or device.lower() in trial.device_model.lower())
+    ]
+    if not trials:
+        # With nothing to show, a missing database is the news.
+        _existing(db)
+    trials.sort(key=lambda pair: (pair[1].cell, pair[1].median_us is None, pair[1].median_us or 0.0))
     shown = trials[:limit]
     if json:
-        print_json([{"id": trial.id, **trial.to_dict()} for trial in shown])
+        print_json([{"id": trial.id, "layer": layer, **trial.to_dict()} for layer, trial in shown])
         return
-    columns = ("problem", "status", "us", "p10", "p90", "configuration", "worst error", "grade", "date", "detail")
+    columns = ("problem", "status", "us", "p10", "p90", "configuration", "worst error", "grade", "date", "layer", "detail")
     note = f"{len(trials) - len(shown)} more rows; --limit shows them" if len(shown) < len(trials) else ""
-    print_table("trials", columns, [_trial(trial) for trial in shown], note or ("" if trials else "no such trials"))
+    print_table("trials", columns, [_trial(*pair) for pair in shown], note or ("" if trials else "no such trials"))
 
 
-def _trial(trial: TrialRow) -> tuple[Any, ...]:
+def _contents(db: Path | None, shipped: bool) -> list[tuple[str, list[TrialRow]]]:
+    """The trials of the user's database and of the shipped tables; a trial that both have counts for the first."""
+    from tpf_jit.tuning_db import contents, user_database_path
+
+    user = db or user_database_path()
+    own = contents.read(user).trials if db is not None or user.is_file() else {}
+    others = {name: row for name, row in contents.shipped().items() if name not in own} if shipped else {}
+    return [(str(user), list(own.values())), ("shipped tables", list(others.values()))]
+
+
+def _trial(layer: str, trial: TrialRow) -> tuple[Any, ...]:
     worst = max(trial.errors.values(), default=None)
     times = (trial.median_us, trial.p10_us, trial.p90_us)
-    return (trial.cell, trial.status, *times, cell(trial.config), worst, trial.grade, trial.date[:10], trial.detail[:60])
+    return (trial.cell, trial.status, *times, cell(trial.config), worst, trial.grade, trial.date[:10], layer, trial.detail[:60])
 
 
 @app.command()
 def export(file: File, db: Database = None) -> None:
     """Write all rows as sorted JSON lines: text to review, to keep in git, to merge."""
-    with _open(db) as store:
-        store.export(file)
-    say(f"written: {file}")
+    from tpf_jit.tuning_db import contents
+    from tpf_jit.tuning_db.merge import write_lines
+
+    content = contents.sound(_existing(db))
+    count = write_lines(db_trust.existing_folder(file), content)
+    say(f"written: {file}, {count} trials")
 
 
 @app.command("import")
 def import_(file: File, db: Database = None) -> None:
     """Add the rows of an exported file; rows that are there already are left alone."""
-    with _open(db, must_exist=False) as store:
+    with _open(db) as store:
         _report(store.import_(file))
 
 
 @app.command()
 def merge(file: File, db: Database = None) -> None:
     """Add the rows of another database file; merging is a union, so order and repetition do not matter."""
-    with _open(db, must_exist=False) as store:
+    with _open(db) as store:
         _report(store.merge(file))
 
 
@@ -127,17 +148,31 @@ def _report(result: Any) -> None:
 
 
 @app.command()
-def verify(db: Database = None, json: Json = False) -> None:
+def verify(
+    re_measure: Annotated[
+        int | None, typer.Option("--re-measure", metavar="N", help="Time N of this GPU's winners again, too.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Drift of a time that counts as wrong.")] = 0.05,
+    device: Annotated[int | None, typer.Option("--device", help="CUDA device index, to measure on.")] = None,
+    db: Database = None,
+    json: Json = False,
+) -> None:
     """Check the file, the schema, and every row against the hash of its content. Exit code 1 where something is wrong."""
     from tpf_jit.tuning_db.audit import audit_file
 
     # Not through a store, which would set a damaged file aside and find its replacement sound.
     problems = audit_file(_existing(db))
-    if json:
+    if json and (problems or re_measure is None):
         print_json({"problems": problems})
-    else:
+    elif not json:
         for problem in problems:
             print(problem)
         print("the database is sound" if not problems else f"{len(problems)} problems")
-    if problems:
+    if problems or (re_measure is not None and db_trust.remeasure(re_measure, tolerance, device, db, json)):
         raise typer.Exit(1)
+
+
+app.command()(db_trust.stale)
+app.command()(db_trust.prune)
+app.command()(db_trust.diff)
+app.command()(report.report)

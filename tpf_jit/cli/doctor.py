@@ -189,8 +189,25 @@ def _winners() -> Finding:
     if device is None:
         return Finding("tuned for this GPU", NOTE, f"no GPU; the database knows {', '.join(sorted(models)) or 'none'}")
     model = device_model(device)
-    count = sum(any(winner.device == model for winner in group) for group in winners.values())
-    if not count:
+    own = [group[0] for group in winners.values() if group[0].device == model]
+    if not own:
         remedy = "nearest measurements or defaults are used; tpf-jit tune TARGET mends it"
         return Finding("tuned for this GPU", NOTE, "nothing", remedy)
-    return Finding("tuned for this GPU", OK, f"{count} problems")
+    stale = _stale(own)
+    if stale:
+        remedy = "they serve all the same; tpf-jit db stale lists them, with --recompile it finds those whose code is unchanged"
+        return Finding("tuned for this GPU", NOTE, f"{len(own)} problems, {stale} with other sources or another compiler", remedy)
+    return Finding("tuned for this GPU", OK, f"{len(own)} problems")
+
+
+def _stale(winners: list[Any]) -> int:
+    """How many winners were measured with other sources or another compiler than today's."""
+    from tpf_jit.standing import Presents
+    from tpf_jit.tuning_db import reader, trust
+
+    presents = Presents()
+    said: trust.Statements = {}
+    for layer in reader.default_layers():
+        trust.add(said, layer.statements)
+    known = [(winner, presents(winner.template)) for winner in winners]
+    return sum(now is None or bool(trust.outdated(winner, now, said)) for winner, now in known)

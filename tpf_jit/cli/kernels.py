@@ -128,6 +128,7 @@ def tune(
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
     device: Annotated[int | None, typer.Option("--device", help="CUDA device index.")] = None,
+    isolate: Annotated[bool, typer.Option(help="Measure in a child process: a hang or crash costs one trial only.")] = True,
     jobs: Jobs = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
     json: Json = False,
@@ -139,7 +140,7 @@ def tune(
     shapes = _shapes.shapes(
         targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
     )
-    options = TuneOptions(template=template, workers=jobs, retry_failed=retry_failed)
+    options = TuneOptions(template=template, workers=jobs, retry_failed=retry_failed, isolate=isolate)
     results = []
     for number, shape in enumerate(shapes, 1):
         if len(shapes) > 1 and not json:

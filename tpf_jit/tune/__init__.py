@@ -3,68 +3,43 @@
     result = tpf_jit.tune(tpf_jit.TriangleAttentionShape(crop=384))
     print(result)
 
+One cell (operation, direction, shape; on the device model of this GPU):
+
+    session.py   what the cells of a run share: device, database, compile workers; options
     sweep.py     one cell: candidates in order, compiled ahead, checked, measured, shot out
     order.py     what to try next: a neighbour's ranking, an analytic order, Optuna above a few hundred
     build.py     compiled candidates, from the cache or from worker processes
     check.py     right before fast: the verdict a configuration needs before it is timed
     measure.py   from a compiled candidate to an outcome; the seam between a sweep and the device
+    isolated.py  the measurer in a child process, replaced when a kernel hangs or crashes
     timing.py    clocks: launches to microseconds
     ledger.py    rows and leases of the cell in the tuning database
     report.py    progress, result, table
+
+Many cells (`tpf-jit sweep`):
+
+    shared_study.py one cell that several machines search together, by way of a database server
+    cells.py        which cells, in which order; shards; shares of the time there is
+    many.py         the cells of one process on one GPU, compiled ahead across cells
+    node.py         one measuring process for each GPU of this machine
+    ray_cluster.py  one measuring actor for each GPU of a Ray cluster
+    summary.py      what became of every cell, and of the GPUs' time
+
+Stored winners (`tpf-jit db stale --recompile`, `db verify --re-measure`):
+
+    recheck.py      the same device code? the same time?
 
 Nothing that runs in production imports this package. See `tune` for the contract.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib.metadata
-import os
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tpf_jit.errors import MeasurementFailed, NoKernel
-from tpf_jit.templates.base import config_to_dict
-from tpf_jit.tune import measure, order, sweep
-from tpf_jit.tune.build import Builder
-from tpf_jit.tune.ledger import Ledger
-from tpf_jit.tune.report import Progress, Result
+from tpf_jit.tune.report import Result
+from tpf_jit.tune.session import Session, TuneOptions
 
 __all__ = ["Result", "TuneOptions", "tune"]
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """What a sweep rarely needs to be told.
-
-    Attributes:
-        template: tune this template (name or instance) instead of all that support the problem.
-        workers: compile processes; one less than the cores when left out.
-        enumerate_limit: spaces up to this size are measured whole, larger ones searched by Optuna.
-        finalists: configurations in the shoot-out.
-        retry_failed: try again what failed to compile or to launch earlier.
-        seed: of inputs and of Optuna's sampler; fresh when left out.
-        lease_s: seconds after which other processes may take over a candidate this one does not report on.
-        objects: object cache to use (`tpf_jit.cache.ObjectStore`).
-        make_pool: makes the compile pool; `tpf_jit.pool.CompilePool` when left out.
-        make_measurer: `(template, shape) -> Measurer`, in place of the CUDA one.
-    """
-
-    template: Any = None
-    workers: int | None = None
-    enumerate_limit: int = 300
-    finalists: int = 8
-    retry_failed: bool = False
-    seed: int | None = None
-    lease_s: float = 120.0
-    objects: Any = None
-    make_pool: Callable[[], Any] | None = None
-    make_measurer: Callable[[Any, Any], Any] | None = None
 
 
 def tune(
@@ -100,155 +75,8 @@ def tune(
         MeasurementFailed: there is no GPU, or it was lost on the way (recorded; the same call in a new process goes on).
         DatabaseError: the database cannot be read or written.
     """
-    options = options or TuneOptions()
-    start = time.monotonic()
-    gpu, index = (None, 0) if options.make_measurer else _gpu(device)
-    templates = _templates(shape, direction, gpu, options)
-    with contextlib.ExitStack() as stack:
-        if store is None or isinstance(store, (str, os.PathLike)):
-            from tpf_jit.tuning_db.store import TuningStore
-
-            store = stack.enter_context(TuningStore(store))
-        builder = stack.enter_context(_builder(store, options))
-        results = []
-        for template in templates:
-            left_s = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - start))
-            make = options.make_measurer or _cuda_measurer(gpu, index, store, options.seed)
-            measurer = stack.enter_context(contextlib.closing(make(template, shape)))
-            limits = sweep.Limits(left_s, max_trials, options.finalists, 2 * _workers(options))
-            results.append(_run(template, shape, direction, (store, builder, measurer), limits, options, progress))
-            if results[-1].interrupted:
-                break
-    return _merged(results, time.monotonic() - start)
-
-
-def _run(
-    template: Any,
-    shape: Any,
-    direction: str,
-    tools: tuple[Any, Builder, Any],
-    limits: sweep.Limits,
-    options: TuneOptions,
-    progress: bool,
-) -> Result:
-    store, builder, measurer = tools
-    start = time.monotonic()
-    cell = f"{shape.key()}/{direction}"
-    ledger = Ledger(store, cell, template, measurer, _versions(template), options.lease_s, options.retry_failed)
-    rows = sweep.neighbour_rows(store, template, cell)
-    ordered, origin = sweep.ordered_space(template, shape, direction, ledger.model, rows)
-    source = order.make_source(ordered, options.enumerate_limit, options.seed)
-    with Progress(f"{template.name} {shape.key()}", source.total, progress) as bar:
-        run = sweep.Sweep(ledger, template, shape, source, builder, measurer, limits, bar)
-        run.run()
-    ledger.refresh()
-    return Result(
-        shape=shape,
-        direction=direction,
-        cell=cell,
-        device=ledger.model,
-        best=store.best(cell, ledger.model),
-        trials=list(ledger.rows),
-        session=ledger.session,
-        stopped=run.stopped,
-        elapsed_s=time.monotonic() - start,
-        idle_s=run.idle_s,
-        order=origin,
-        default_config=config_to_dict(template.default(shape)),
-    )
-
-
-def _merged(results: list[Result], elapsed_s: float) -> Result:
-    """One result of several templates' sweeps: the last one's view of the winner covers all of them."""
-    last = results[-1]
-    if len(results) == 1:
-        return last
-    return dataclasses.replace(
-        last,
-        trials=[row for result in results for row in result.trials],
-        elapsed_s=elapsed_s,
-        idle_s=sum(result.idle_s for result in results),
-        order="; ".join(result.order for result in results),
-    )
-
-
-def _gpu(device: int | None) -> tuple[Any, int]:
-    from tpf_jit.device import current_device
-
-    gpu = current_device(device)
-    if gpu is None:
-        raise MeasurementFailed(
-            "tuning times kernels on a GPU, and this process sees none. Run it on a machine with an H100 or H200 "
-            "(`tpf-jit doctor` says what is missing), or bring results measured elsewhere with `tpf-jit db import FILE`; "
-            "compiling needs no GPU (`tpf-jit compile`)."
-        )
-    if gpu.arch is None:
-        raise NoKernel(
-            f"there are no kernels for {gpu.name} (compute capability {'.'.join(map(str, gpu.compute_capability))}); "
-            "they need a Hopper GPU (9.0). Calls on this GPU take the PyTorch path, which has nothing to tune."
-        )
-    if device is None:
-        import torch
-
-        device = torch.cuda.current_device()
-    return gpu, device
-
-
-def _templates(shape: Any, direction: str, gpu: Any, options: TuneOptions) -> list[Any]:
-    from tpf_jit.templates import registry
-
-    chosen = options.template
-    if isinstance(chosen, str):
-        chosen = registry.get(chosen)
-    if chosen is not None:
-        candidates = [chosen]
-    else:
-        candidates = registry.templates(op=shape.op, direction=direction, arch=gpu.arch if gpu is not None else None)
-    reasons = []
-    supported = []
-    for template in candidates:
-        able, reason = template.supports(shape)
-        if able and template.space(shape):
-            supported.append(template)
-        else:
-            reasons.append(f"{template.name}: {reason or 'no legal configuration'}")
-    if not supported:
-        why = "; ".join(reasons) or f"no template is registered for {shape.op}/{direction}"
-        raise NoKernel(f"nothing to tune for {shape.key()} ({direction}): {why}")
-    return supported
-
-
-def _builder(store: Any, options: TuneOptions) -> Builder:
-    objects = options.objects
-    if objects is None:
-        from tpf_jit.cache import ObjectStore
-
-        objects = ObjectStore()
-
-    def make_pool() -> Any:
-        from tpf_jit.pool import CompilePool
-
-        return CompilePool(_workers(options))
-
-    return Builder(objects, store, options.make_pool or make_pool)
-
-
-def _workers(options: TuneOptions) -> int:
-    return max(1, options.workers or len(os.sched_getaffinity(0)) - 1)
-
-
-def _cuda_measurer(gpu: Any, index: int, store: Any, seed: int | None) -> Callable[[Any, Any], Any]:
-    def make(template: Any, shape: Any) -> Any:
-        return measure.cuda_measurer(template, shape, gpu, index, Path(store.path).parent, seed)
-
-    return make
-
-
-def _versions(template: Any) -> dict[str, str]:
-    from tpf_jit import __version__
-    from tpf_jit.compiler import toolchain
-
-    versions = {**toolchain(template.backend), "tpf_jit": __version__, "python": platform.python_version()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["torch"] = importlib.metadata.version("torch")
-    return versions
+    session = Session(store, options, device)
+    # Before the database is made: there may be nothing to tune.
+    session.templates(shape, direction)
+    with session:
+        return session.tune(shape, direction, budget_s, max_trials, progress)

@@ -61,17 +61,18 @@ class Ledger:
         self.session = f"{utc_now()}-{secrets.token_hex(4)}"
         self.cell = cell
         self.model = device_model(measurer.device)
+        self.protocol = measurer.protocol
         self.rows: list[TrialRow] = []
         self._store = store
         self._template = template
         self._device = dict(measurer.device)
-        self._protocol = measurer.protocol
         self._toolchain = dict(toolchain or {})
         self._lease_s = lease_s
         self._retry_failed = retry_failed
-        self._owner = f"{_identity(os.getpid())}@{self.session}"
+        self._owner = owner(self.session)
         self._held: dict[str, float] = {}
         self._current: dict[tuple[str, str, str], TrialRow] = {}
+        self._newest = ""
         self.refresh()
 
     def refresh(self) -> None:
@@ -80,7 +81,7 @@ class Ledger:
         self.rows = []
         self._current = {}
         for row in rows:
-            if row.protocol == self._protocol:
+            if row.protocol == self.protocol:
                 self._add(row)
 
     def find(self, candidate: Candidate, grade: str = "search") -> TrialRow | None:
@@ -105,13 +106,14 @@ class Ledger:
             cubin_sha256=cubin_sha256,
             device={**self._device, **outcome.state},
             toolchain=self._toolchain,
-            protocol=self._protocol,
+            protocol=self.protocol,
             samples_us=outcome.samples_us,
             errors=outcome.errors,
             status=outcome.status,
             detail=outcome.detail[:DETAIL_LIMIT],
             grade=grade,
-            date=utc_now(),
+            # Which sources were measured last goes by date: a clock that was set back must not make new rows the older ones.
+            date=max(utc_now(), self._newest),
             session=self.session,
         )
         self._store.put_trial(row)
@@ -120,6 +122,7 @@ class Ledger:
 
     def _add(self, row: TrialRow) -> None:
         self.rows.append(row)
+        self._newest = max(self._newest, row.date)
         if not (self._retry_failed and row.status in RETRIED and row.session != self.session):
             self._current[row.grade, row.kernel_key, canonical_json(row.config)] = row
 
@@ -128,14 +131,8 @@ class Ledger:
 
         What a process of this machine held when it was killed is free at once, elsewhere when its time is over.
         """
-        work = self._lease_name(name)
-        if not self._store.claim(self.cell, work, self._owner, self._lease_s):
-            held = [lease["owner"] for lease in self._store.leases() if (lease["cell"], lease["work"]) == (self.cell, work)]
-            if not held or _alive(held[0]):
-                return False
-            self._store.release(self.cell, work, held[0])
-            if not self._store.claim(self.cell, work, self._owner, self._lease_s):
-                return False
+        if not claim(self._store, self.cell, self._lease_name(name), self._owner, self._lease_s):
+            return False
         self._held[name] = time.monotonic()
         return True
 
@@ -156,8 +153,23 @@ class Ledger:
             self.release(name)
 
     def _lease_name(self, name: str) -> str:
-        return canonical_json({"device": self.model, "protocol": self._protocol, "template": self._template.name, "work": name})
+        return canonical_json({"device": self.model, "protocol": self.protocol, "template": self._template.name, "work": name})
 
+
+def owner(session: str) -> str:
+    """What this process calls itself in leases, so that others can tell whether it still runs."""
+    return f"{_identity(os.getpid())}@{session}"
+
+
+def claim(store: Any, cell: str, work: str, owner: str, lease_s: float) -> bool:
+    """`store.claim`, where what a process of this machine held when it was killed is free at once."""
+    if store.claim(cell, work, owner, lease_s):
+        return True
+    held = [lease["owner"] for lease in store.leases() if (lease["cell"], lease["work"]) == (cell, work)]
+    if not held or _alive(held[0]):
+        return False
+    store.release(cell, work, held[0])
+    return store.claim(cell, work, owner, lease_s)
 
 
 def _identity(pid: int) -> str:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from tpf_jit.errors import MeasurementFailed, NoKernel
 from tpf_jit.tune import timing
 from tpf_jit.tune.check import Checker, configure
-from tpf_jit.tune.timing import DeviceHung, Launch, Timer
+from tpf_jit.tune.timing import DeviceHung, Launch, Timer, steady_rounds
 
 PROTOCOL = "events-rotated-cold-1"
 """Id of the method above; a change that moves the figures raises the number at its end."""
@@ -170,6 +170,12 @@ class WorkloadMeasurer:
         self._wanted = 1
         self._busy = -1e9
         self._loaded: dict[str, Any] = {}
+        self.announce: Callable[[str], None] = lambda key: None
+        """Told the key of a job before it is run: should it take the process down, the watcher knows which one did."""
+
+    def alive(self) -> bool:
+        """Whether the device takes work from this process."""
+        return self._timer.alive()
 
     def measure(self, job: Job, best_us: float | None = None, incumbent: Job | None = None) -> Outcome:
         checked = self.verify(job)
@@ -184,6 +190,7 @@ class WorkloadMeasurer:
         return outcome
 
     def verify(self, job: Job) -> Outcome:
+        self.announce(job.key)
         try:
             verdict = self._checker.verdict(self._function(job), job.config)
         except Exception as error:
@@ -204,6 +211,7 @@ class WorkloadMeasurer:
                 for job in jobs if number % 2 == 0 else reversed(jobs):
                     if outcomes[job.key].status != "ok":
                         continue
+                    self.announce(job.key)
                     try:
                         launches = self._prepare(job)
                         self._heat(launches)
@@ -336,23 +344,6 @@ class WorkloadMeasurer:
             self._timer.release_memory()
             return Outcome("launch_error", f"out of device memory: {text}"[:DETAIL_LIMIT])
         return Outcome("launch_error", text, fatal=not self._timer.alive())
-
-
-def steady_rounds(rounds: Sequence[Sequence[Sequence[float]]], slow: float) -> list[int]:
-    """Numbers of the rounds to keep: those in which the whole field took less than `slow` times the best round's total.
-
-    Dropping a round for all alike favours nobody. At least half of the rounds stay: then they are not outliers.
-
-    Args:
-        rounds: by finalist, by round, the samples in us.
-        slow: factor.
-    """
-    if not rounds:
-        return []
-    totals = [sum(timing.median(taken[number]) for taken in rounds) for number in range(len(rounds[0]))]
-    order = sorted(range(len(totals)), key=totals.__getitem__)
-    kept = [number for number in order if totals[number] <= slow * totals[order[0]]]
-    return sorted(kept if 2 * len(kept) >= len(order) else order[: (len(order) + 1) // 2])
 
 
 def cuda_measurer(

@@ -62,6 +62,10 @@ class Source(Protocol):
         """Learn a configuration's time in us; None if it failed or was stopped."""
         ...
 
+    def close(self) -> None:
+        """The search is over; what was handed out and not told was not tried."""
+        ...
+
 
 @dataclass(frozen=True)
 class Neighbour:
@@ -186,6 +190,9 @@ class EnumeratedSource:
     def tell(self, config: Any, us: float | None) -> None:
         self._waiting.pop(config_json(config), None)
 
+    def close(self) -> None:
+        pass
+
 
 class OptunaSource:
     """Optuna's TPE sampler over the legal configurations, by ask-and-tell.
@@ -212,9 +219,9 @@ class OptunaSource:
         self._stale = 0
         self._best = math.inf
         self._open: dict[str, Any] = {}
-        self._values, self._distributions = self._axes(ordered)
+        self._values, self._distributions = axes(optuna, ordered)
         self._by_params = {self._params_key(self._params(config)): text for text, config in self._legal.items()}
-        with _quiet(optuna):
+        with quiet(optuna):
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
             self._study = optuna.create_study(direction="minimize", sampler=sampler)
 
@@ -256,6 +263,9 @@ class OptunaSource:
             self._stale += 1
         self._best = min(self._best, math.inf if us is None else us)
 
+    def close(self) -> None:
+        pass
+
     def _take(self, text: str) -> Any:
         config = self._unseen.pop(text)
         self._open[text] = self._enqueued(config)
@@ -265,36 +275,43 @@ class OptunaSource:
         self._study.enqueue_trial(self._params(config))
         return self._study.ask(self._distributions)
 
-    def _axes(self, ordered: Sequence[Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-        distributions = self._optuna.distributions
-        seen: dict[str, set[Any]] = defaultdict(set)
-        for config in ordered:
-            for name, value in config_to_dict(config).items():
-                seen[name].add(value)
-        values = {name: sorted(found) for name, found in seen.items() if len(found) > 1}
-        axes = {}
-        for name, found in values.items():
-            if all(type(value) is int for value in found):
-                axes[name] = distributions.IntDistribution(0, len(found) - 1)
-            else:
-                axes[name] = distributions.CategoricalDistribution(found)
-        return values, axes
-
     def _params(self, config: Any) -> dict[str, Any]:
-        fields = config_to_dict(config)
-        categorical = self._optuna.distributions.CategoricalDistribution
-        return {
-            name: fields[name] if isinstance(self._distributions[name], categorical) else found.index(fields[name])
-            for name, found in self._values.items()
-        }
+        return params(config, self._values, self._distributions)
 
     @staticmethod
     def _params_key(params: dict[str, Any]) -> str:
         return canonical_json(params)
 
 
+def axes(optuna: Any, configs: Sequence[Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """(values of each field that varies, in order; Optuna's distribution of each): numbers by rank among their values."""
+    distributions = optuna.distributions
+    seen: dict[str, set[Any]] = defaultdict(set)
+    for config in configs:
+        for name, value in config_to_dict(config).items():
+            seen[name].add(value)
+    values = {name: sorted(found) for name, found in seen.items() if len(found) > 1}
+    spread: dict[str, Any] = {}
+    for name, found in values.items():
+        if all(type(value) is int for value in found):
+            spread[name] = distributions.IntDistribution(0, len(found) - 1)
+        else:
+            spread[name] = distributions.CategoricalDistribution(found)
+    return values, spread
+
+
+def params(config: Any, values: dict[str, list[Any]], distributions: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as Optuna's parameters, on the `axes` of its space."""
+    fields = config_to_dict(config)
+    # A distribution of choices takes the value itself, one of whole numbers the value's rank.
+    return {
+        name: fields[name] if hasattr(distributions[name], "choices") else found.index(fields[name])
+        for name, found in values.items()
+    }
+
+
 @contextlib.contextmanager
-def _quiet(optuna: Any) -> Iterator[None]:
+def quiet(optuna: Any) -> Iterator[None]:
     """Without Optuna's line about the new study and its notes about options that older releases call experimental."""
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)

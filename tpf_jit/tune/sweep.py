@@ -101,8 +101,9 @@ class Sweep:
         except KeyboardInterrupt:
             self.stopped = "interrupted"
         finally:
-            for _, future in self._pending:
-                future.cancel()
+            for candidate, future in self._pending:
+                self._builder.drop(candidate.spec, future)
+            self._source.close()
             self._ledger.release_all()
 
     def _recall(self) -> None:
@@ -167,7 +168,7 @@ class Sweep:
             # What is being compiled would only run over the budget.
             while self._pending:
                 candidate, future = self._pending.pop()
-                future.cancel()
+                self._builder.drop(candidate.spec, future)
                 self._ledger.release(candidate.json)
             return True
         if limits.max_trials is not None and self._added + len(self._pending) >= limits.max_trials:
@@ -180,6 +181,7 @@ class Sweep:
         """The first finished candidate in submission order; waits for one. None when nothing is in flight."""
         while self._pending:
             self._ledger.renew()
+            self._builder.top_up()
             for position, (_, future) in enumerate(self._pending):
                 if future.done():
                     found = self._pending[position]

@@ -203,6 +203,23 @@ def median(values: Sequence[float]) -> float:
     return quantile(values, 0.5)
 
 
+def steady_rounds(rounds: Sequence[Sequence[Sequence[float]]], slow: float) -> list[int]:
+    """Numbers of the rounds to keep: those in which the whole field took less than `slow` times the best round's total.
+
+    Dropping a round for all alike favours nobody. At least half of the rounds stay: then they are not outliers.
+
+    Args:
+        rounds: by finalist, by round, the samples in us.
+        slow: factor.
+    """
+    if not rounds:
+        return []
+    totals = [sum(median(taken[number]) for taken in rounds) for number in range(len(rounds[0]))]
+    order = sorted(range(len(totals)), key=totals.__getitem__)
+    kept = [number for number in order if totals[number] <= slow * totals[order[0]]]
+    return sorted(kept if 2 * len(kept) >= len(order) else order[: (len(order) + 1) // 2])
+
+
 @contextlib.contextmanager
 def exclusive(path: Path | None) -> Iterator[bool]:
     """Hold an OS lock on a file while timing, so that two tuners never time one GPU at once. Yields whether it is held.

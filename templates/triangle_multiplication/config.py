@@ -1,0 +1,326 @@
+"""The templates of the triangle multiplicative update: parameters, the rules between them, defaults. No torch, no compiler.
+
+front -> contraction -> back, see layout.py. The device code is in {front,contraction,back}_sm90.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpf_jit.templates.base import Resources, Template, Workload
+from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, register_split
+
+SM_REGISTERS = 65536
+PRODUCER_REGISTERS = 24
+NORM_REGISTERS = 96
+
+
+@dataclass(frozen=True)
+class FrontConfig:
+    """Launch choices of the front kernel."""
+
+    tile_n: int = 96
+    """Pairs of one tile; every consumer warpgroup has a tile of its own."""
+    consumer_warpgroups: int = 2
+    """Warpgroups that multiply and gate."""
+    tile_k: int = 64
+    """Channels of z of one stage of weights."""
+    z_stages: int = 2
+    """Sets of tiles of z in shared memory."""
+    weight_stages: int = 3
+    """Stages of weights in flight."""
+
+
+class _MultiplicationTemplate(Template):
+    """What the templates of the operation share."""
+
+    op = "triangle_multiplication"
+    arch = "sm_90a"
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        if shape.dtype not in ("bfloat16", "float16"):
+            return False, f"the kernel takes bfloat16 and float16, not {shape.dtype}"
+        return True, "triangle multiplicative update on tensor cores (wgmma, TMA)"
+
+
+def norm_split(warpgroups: int) -> tuple[int, int, int]:
+    """(producer, normalising, consumer) registers a thread, as setmaxnreg hands them out of the CTA's pool; multiples of 8."""
+    entry = min(SM_REGISTERS // (128 * (warpgroups + 2)) // 8 * 8, 248)
+    norm = min(NORM_REGISTERS, entry)
+    return PRODUCER_REGISTERS, norm, min(240, (entry * (warpgroups + 2) - PRODUCER_REGISTERS - norm) // warpgroups // 8 * 8)
+
+
+class TriangleMultiplicationFront(_MultiplicationTemplate):
+    """LayerNorm, projections, gates, mask: see front_sm90.py."""
+
+    name = "triangle_multiplication_front_sm90"
+    direction = "front"
+    Config = FrontConfig
+
+    def variant(self, shape: Any, *, bias: bool = False) -> dict[str, Any]:
+        return {
+            "dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden, "mask": shape.has_mask, "bias": bool(bias),
+        }
+
+    def registers_needed(self, shape: Any, config: FrontConfig) -> int:
+        """Values and gates (tile_n/2 each), and 40 for the rest."""
+        return config.tile_n + 40
+
+    def shared_bytes(self, shape: Any, config: FrontConfig) -> int:
+        z = config.z_stages * config.consumer_warpgroups * config.tile_n * (2 * shape.channels + 4)
+        weights = 4 * 64 * config.tile_k * config.weight_stages
+        return 3072 + z + weights + 128 * config.tile_n * config.consumer_warpgroups + 8 * shape.channels
+
+    def check(self, shape: Any, config: FrontConfig) -> str | None:
+        for name, allowed in (
+            ("tile_n", (32, 64, 96, 128)), ("consumer_warpgroups", (1, 2, 3)), ("tile_k", range(16, 129, 16)),
+            ("z_stages", (1, 2)), ("weight_stages", range(2, 9)),
+        ):
+            if getattr(config, name) not in allowed:
+                return f"{name}={getattr(config, name)} is outside {allowed}"
+        if shape.channels % config.tile_k:
+            return f"tile_k={config.tile_k} does not divide the {shape.channels} channels"
+        available = norm_split(config.consumer_warpgroups)[2]
+        if self.registers_needed(shape, config) > available:
+            return f"needs about {self.registers_needed(shape, config)} registers a thread, {available} are available"
+        if self.shared_bytes(shape, config) > CTA_SHARED_BYTES:
+            return f"needs {self.shared_bytes(shape, config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
+        return None
+
+    def space(self, shape: Any) -> list[FrontConfig]:
+        found = []
+        for warpgroups in (1, 2, 3):
+            for tile_n in (32, 64, 96, 128):
+                if tile_n > 32 and tile_n - 32 >= shape.crop:
+                    continue
+                for tile_k in self._steps(shape):
+                    for z, weights in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2)):
+                        config = FrontConfig(tile_n, warpgroups, tile_k, z, weights)
+                        if self.check(shape, config) is None:
+                            found.append(config)
+                            break
+        return found
+
+    @staticmethod
+    def _steps(shape: Any) -> list[int]:
+        """The largest two divisors of the channels that are whole products and at most 128."""
+        return [k for k in range(128, 15, -16) if shape.channels % k == 0][:2]
+
+    def default(self, shape: Any) -> FrontConfig:
+        """Two warpgroups with the widest tiles that fit; always legal."""
+        legal = self.space(shape)
+        return max(legal, key=lambda c: (min(c.consumer_warpgroups, 2), c.z_stages, c.tile_n, c.tile_k, -c.consumer_warpgroups))
+
+    def resources(self, shape: Any, config: FrontConfig) -> Resources:
+        return Resources(
+            threads=128 * (config.consumer_warpgroups + 2),
+            smem_bytes=self.shared_bytes(shape, config),
+            registers_per_consumer=norm_split(config.consumer_warpgroups)[2],
+            ctas_per_sm=1,
+        )
+
+    def build(self, variant: Mapping[str, Any], config: FrontConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import front_sm90
+
+        return front_sm90.build(variant, config, norm_split(config.consumer_warpgroups), options)
+
+    def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
+        from tpf_jit.templates.triangle_multiplication.workload import FrontWorkload
+
+        return FrontWorkload(shape, device, seed, family)
+
+
+@dataclass(frozen=True)
+class BackConfig:
+    """Launch choices of the back kernel."""
+
+    tile_c: int = 128
+    """Channels of one block of results."""
+    tile_k: int = 64
+    """Depth of one stage of weights."""
+    consumer_warpgroups: int = 2
+    """Warpgroups that multiply and gate; each has a tile of 64 pairs of its own."""
+    stages: int = 2
+    """Sets of tiles of z and x in shared memory."""
+    weight_stages: int = 3
+    """Stages of weights in flight."""
+
+
+class TriangleMultiplicationBack(_MultiplicationTemplate):
+    """LayerNorms, output projection, gate, residual: see back_sm90.py."""
+
+    name = "triangle_multiplication_back_sm90"
+    direction = "back"
+    Config = BackConfig
+
+    def variant(self, shape: Any, *, bias: bool = False, residual: bool = False) -> dict[str, Any]:
+        found = {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden}
+        return {**found, "bias": bool(bias), "residual": bool(residual)}
+
+    def registers_needed(self, shape: Any, config: BackConfig) -> int:
+        """Values and gates (tile_c/2 each), and 40 for the rest."""
+        return config.tile_c + 40
+
+    def shared_bytes(self, shape: Any, config: BackConfig) -> int:
+        pairs = config.stages * config.consumer_warpgroups * 128 * (shape.channels + shape.hidden)
+        weights = 2 * config.tile_c * config.tile_k * config.weight_stages
+        return 4096 + pairs + weights + 128 * config.tile_c * config.consumer_warpgroups + 16 * shape.channels + 8 * shape.hidden
+
+    def check(self, shape: Any, config: BackConfig) -> str | None:
+        for name, allowed in (
+            ("tile_c", range(16, 129, 16)), ("tile_k", range(16, 129, 16)), ("consumer_warpgroups", (1, 2, 3)),
+            ("stages", (1, 2)), ("weight_stages", range(2, 9)),
+        ):
+            if getattr(config, name) not in allowed:
+                return f"{name}={getattr(config, name)} is outside {allowed}"
+        if shape.channels % config.tile_c:
+            return f"tile_c={config.tile_c} does not divide the {shape.channels} channels"
+        if shape.channels % config.tile_k or shape.hidden % config.tile_k:
+            return f"tile_k={config.tile_k} does not divide both {shape.channels} and {shape.hidden}"
+        available = norm_split(config.consumer_warpgroups)[2]
+        if self.registers_needed(shape, config) > available:
+            return f"needs about {self.registers_needed(shape, config)} registers a thread, {available} are available"
+        if self.shared_bytes(shape, config) > CTA_SHARED_BYTES:
+            return f"needs {self.shared_bytes(shape, config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
+        return None
+
+    def space(self, shape: Any) -> list[BackConfig]:
+        blocks = [c for c in range(128, 15, -16) if shape.channels % c == 0][:2]
+        steps = [k for k in range(128, 15, -16) if shape.channels % k == 0 and shape.hidden % k == 0][:2]
+        found = []
+        for warpgroups in (1, 2, 3):
+            for tile_c in blocks:
+                for tile_k in steps:
+                    for stages, weights in ((2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2)):
+                        config = BackConfig(tile_c, tile_k, warpgroups, stages, weights)
+                        if self.check(shape, config) is None:
+                            found.append(config)
+                            break
+        return found
+
+    def default(self, shape: Any) -> BackConfig:
+        """Two warpgroups with the widest blocks that fit; always legal."""
+        legal = self.space(shape)
+        return max(legal, key=lambda c: (min(c.consumer_warpgroups, 2), c.stages, c.tile_c, c.tile_k, -c.consumer_warpgroups))
+
+    def resources(self, shape: Any, config: BackConfig) -> Resources:
+        return Resources(
+            threads=128 * (config.consumer_warpgroups + 2),
+            smem_bytes=self.shared_bytes(shape, config),
+            registers_per_consumer=norm_split(config.consumer_warpgroups)[2],
+            ctas_per_sm=1,
+        )
+
+    def build(self, variant: Mapping[str, Any], config: BackConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import back_sm90
+
+        return back_sm90.build(variant, config, norm_split(config.consumer_warpgroups), options)
+
+    def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
+        from tpf_jit.templates.triangle_multiplication.workload import BackWorkload
+
+        return BackWorkload(shape, device, seed, family)
+
+
+@dataclass(frozen=True)
+class ContractionConfig:
+    """Launch choices of the contraction kernel."""
+
+    tile_n: int = 256
+    """Columns of one task."""
+    consumer_warpgroups: int = 2
+    """Warpgroups that multiply; each owns 64 rows."""
+    tile_k: int = 64
+    """Depth of one stage."""
+    stages: int = 4
+    """Stages in flight."""
+    ctas_per_sm: int = 1
+    """CTAs that share an SM."""
+
+
+class TriangleMultiplicationContraction(_MultiplicationTemplate):
+    """One matrix product a channel: see contraction_sm90.py."""
+
+    Config = ContractionConfig
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        if shape.dtype != "bfloat16":
+            return False, f"sums over the crop leave float16's range; the kernel takes bfloat16, not {shape.dtype}"
+        return super().supports(shape)
+
+    def variant(self, shape: Any) -> dict[str, Any]:
+        return {"dtype": shape.dtype, "direction": self.direction.removeprefix("contraction_")}
+
+    def registers_needed(self, config: ContractionConfig) -> int:
+        """Sums (tile_n/2), and 40 for the rest."""
+        return config.tile_n // 2 + 40
+
+    def shared_bytes(self, config: ContractionConfig) -> int:
+        stage = 2 * config.tile_k * (64 * config.consumer_warpgroups + config.tile_n)
+        return 2048 + config.stages * stage + config.consumer_warpgroups * 8192
+
+    def check(self, shape: Any, config: ContractionConfig) -> str | None:
+        for name, allowed in (
+            ("tile_n", (64, 128, 192, 256)), ("consumer_warpgroups", (1, 2, 3)), ("tile_k", (32, 64, 128)),
+            ("stages", range(2, 9)), ("ctas_per_sm", (1,)),
+        ):
+            if getattr(config, name) not in allowed:
+                return f"{name}={getattr(config, name)} is outside {allowed}"
+        available = register_split(config)[1]
+        if self.registers_needed(config) > available:
+            return f"needs about {self.registers_needed(config)} registers a thread, {available} are available"
+        if self.shared_bytes(config) > CTA_SHARED_BYTES:
+            return f"needs {self.shared_bytes(config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
+        return None
+
+    def space(self, shape: Any) -> list[ContractionConfig]:
+        found = []
+        for warpgroups in (1, 2, 3):
+            for tile_n in (64, 128, 192, 256):
+                if tile_n > 64 and tile_n - 64 >= shape.crop:
+                    continue
+                for tile_k in (64, 128):
+                    for stages in (6, 5, 4, 3, 2):
+                        config = ContractionConfig(tile_n, warpgroups, tile_k, stages)
+                        if self.check(shape, config) is None:
+                            found.append(config)
+                            break
+        return found
+
+    def default(self, shape: Any) -> ContractionConfig:
+        """128 by 256, as matrix products of this size take it; always legal."""
+        return ContractionConfig(64 if shape.crop <= 64 else 128 if shape.crop <= 128 else 256)
+
+    def resources(self, shape: Any, config: ContractionConfig) -> Resources:
+        return Resources(
+            threads=128 * (config.consumer_warpgroups + 1),
+            smem_bytes=self.shared_bytes(config),
+            registers_per_consumer=register_split(config)[1],
+            ctas_per_sm=1,
+        )
+
+    def build(self, variant: Mapping[str, Any], config: ContractionConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import contraction_sm90
+
+        return contraction_sm90.build(variant, config, register_split(config), options)
+
+    def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
+        from tpf_jit.templates.triangle_multiplication.workload import ContractionWorkload
+
+        return ContractionWorkload(shape, device, seed, family)
+
+
+class TriangleMultiplicationContractionOutgoing(TriangleMultiplicationContraction):
+    """x[i, j] = sum_k a[i, k] b[j, k]."""
+
+    name = "triangle_multiplication_contraction_outgoing_sm90"
+    direction = "contraction_outgoing"
+
+
+class TriangleMultiplicationContractionIncoming(TriangleMultiplicationContraction):
+    """x[i, j] = sum_k a[k, i] b[k, j]."""
+
+    name = "triangle_multiplication_contraction_incoming_sm90"
+    direction = "contraction_incoming"

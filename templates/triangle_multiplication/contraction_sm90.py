@@ -1,0 +1,204 @@
+"""Triangle multiplicative update, contraction, for sm_90a: one matrix product for every channel.
+
+    outgoing   x[b, d, i, j] = sum_k factors[b, 0, d, i, k] * factors[b, 1, d, j, k]
+    incoming   x[b, d, i, j] = sum_k factors[b, 0, d, k, i] * factors[b, 1, d, k, j]
+
+Layouts:
+    factors     (B, 2, D, N, P)     bfloat16, zeros in columns from N on
+    x           (B, D, N, P)        bfloat16
+
+A task is 64 * W by tile_n results of one channel; each of W consumer warpgroups owns 64 rows. Tasks of a channel follow each
+other, so that the channels in flight stay in L2. The incoming product reads its operands transposed, as wgmma can for 16-bit
+operands in shared memory. The reduction over k has a fixed order: no split.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.epilogue import store_tile
+from tpf_jit.templates.common.fragments import DTYPES
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
+STORED = 64  # columns stored at a time
+
+
+class TriangleMultiplicationContractionSm90:
+    """The contraction kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype, self.outgoing = DTYPES[variant["dtype"]], variant["direction"] == "outgoing"
+        self.tile_n, self.tile_k, self.warpgroups = config.tile_n, config.tile_k, config.consumer_warpgroups
+        self.stages = config.stages
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        major = OperandMajorMode.K if self.outgoing else OperandMajorMode.MN
+        order = LayoutEnum.ROW_MAJOR if self.outgoing else LayoutEnum.COL_MAJOR
+        n, k, w = self.tile_n, self.tile_k, self.warpgroups
+        self.mma, self.mma_stored = (
+            sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, major, major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns),
+            )
+            for columns in (n, STORED)
+        )
+        self.a_layout = sm90.make_smem_layout_a(order, (ROWS, n, k), self.dtype, self.stages * w)
+        self.b_layout = sm90.make_smem_layout_b(order, (ROWS, n, k), self.dtype, self.stages)
+        self.x_layout = sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, (ROWS, STORED), w)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar: cute.struct.MemRange[Int64, 2 * self.stages]
+            a: smem_area(self.dtype, self.a_layout)
+            b: smem_area(self.dtype, self.b_layout)
+            x: smem_area(self.dtype, self.x_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(self, mFactors: cute.Tensor, mX: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        batch, hidden, crop, padded = mX.shape[0], mX.shape[1], mX.shape[2], mX.shape[3]
+        f = mFactors
+        # Rows and columns of the product first, then the summed axis, channel, batch.
+        shape, along = (crop, padded, hidden, batch), (f.stride[3], 1, f.stride[2], f.stride[0])
+        if const_expr(not self.outgoing):
+            shape, along = (padded, crop, hidden, batch), (1, f.stride[3], f.stride[2], f.stride[0])
+        a = cute.make_tensor(f.iterator, cute.make_layout(shape, stride=along))
+        b = cute.make_tensor(f.iterator + f.stride[1], cute.make_layout(shape, stride=along))
+        x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+        loads = (
+            atom(load, a, one_stage(self.a_layout), (ROWS, self.tile_k)),
+            atom(load, b, one_stage(self.b_layout), (self.tile_n, self.tile_k)),
+        )
+        stores = atom(store, x, one_stage(self.x_layout), (ROWS, STORED))
+        m_blocks, n_blocks = cute.ceil_div(crop, ROWS * self.warpgroups), cute.ceil_div(crop, self.tile_n)
+        tasks = m_blocks * n_blocks * hidden * batch
+        self.kernel(loads, stores, hidden, m_blocks, n_blocks, cute.ceil_div(crop, self.tile_k), tasks).launch(
+            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device -------------------------------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, hidden: Int32, m_blocks: Int32, n_blocks: Int32, k_tiles: Int32, tasks: Int32):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sA, sB, sX = smem_tensor(sm.a, self.a_layout), smem_tensor(sm.b, self.b_layout), smem_tensor(sm.x, self.x_layout)
+        size = self.warpgroups * tile_bytes(self.a_layout, self.dtype) + tile_bytes(self.b_layout, self.dtype)
+        pipe = tma_ring(sm.bar, self.stages, size, 4 * self.warpgroups, last=True)
+        sizes = (hidden, m_blocks, n_blocks, k_tiles, tasks)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe, loads, sA, sB, sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.multiply(pipe, sA, sB, sX, stores, sizes)
+
+    @cute.jit
+    def decode(self, task: Int32, hidden: Int32, m_blocks: Int32, n_blocks: Int32):
+        """task -> (block of rows, block of columns, channel, batch)."""
+        rest, m = task // m_blocks, task % m_blocks
+        rest, n = rest // n_blocks, rest % n_blocks
+        return m, n, rest % hidden, rest // hidden
+
+    @cute.jit
+    def load(self, pipe, loads, sA, sB, sizes):
+        (tma_a, gA), (tma_b, gB) = loads
+        hidden, m_blocks, n_blocks, k_tiles, tasks = sizes
+        tAs, tAg = partition(tma_a, sA, gA, (ROWS, self.tile_k), (None, None, None, None))
+        tBs, tBg = partition(tma_b, sB, gB, (self.tile_n, self.tile_k), (None, None, None, None))
+        state = producer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            m, n, channel, batch = self.decode(task, hidden, m_blocks, n_blocks)
+            for k in cutlass.range(k_tiles, unroll=1):
+                pipe.producer_acquire(state)
+                bar = pipe.producer_get_barrier(state)
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    source, tile = (None, m * self.warpgroups + w, k, channel, batch), state.index * self.warpgroups + w
+                    cute.copy(tma_a, tAg[source], tAs[None, tile], tma_bar_ptr=bar)
+                cute.copy(tma_b, tBg[None, n, k, channel, batch], tBs[None, state.index], tma_bar_ptr=bar)
+                state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe.producer_tail(state)
+
+    @cute.jit
+    def multiply(self, pipe, sA, sB, sX, stores, sizes):
+        hidden, m_blocks, n_blocks, k_tiles, tasks = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        mma, (tma, gX) = self.mma, stores
+        tA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
+        tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        stored = self.mma_stored.partition_shape_C((ROWS, STORED))
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        state, done = consumer_state(self.stages), consumer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            m, n, channel, batch = self.decode(task, hidden, m_blocks, n_blocks)
+            acc.fill(0.0)
+            for k in cutlass.range(k_tiles, unroll=1):
+                pipe.consumer_wait(state)
+                warpgroup.fence()
+                for step in cutlass.range_constexpr(self.tile_k // 16):
+                    a = tA[None, None, step, state.index * self.warpgroups + wg]
+                    cute.gemm(mma, acc, a, tB[None, None, step, state.index], acc)
+                warpgroup.commit_group()
+                state.advance()
+                if k > 0:
+                    warpgroup.wait_group(1)
+                    pipe.consumer_release(done)
+                    done.advance()
+            warpgroup.wait_group(0)
+            pipe.consumer_release(done)
+            done.advance()
+            for part in cutlass.range_constexpr(self.tile_n // STORED):
+                rounded = cute.make_rmem_tensor(stored, self.dtype)
+                piece = cute.make_tensor(acc.iterator + part * cute.size(stored), cute.make_layout(stored))
+                rounded.store(piece.load().to(self.dtype))
+                columns = n * (self.tile_n // STORED) + part
+                target = cute.local_tile(gX, (ROWS, STORED), (m * self.warpgroups + wg, columns, channel, batch))
+                store_tile(rounded, self.mma_stored, tidx, wg, sX, tma, target)
+        if cute.arch.make_warp_uniform(tidx // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype = DTYPES[variant["dtype"]]
+    batch, hidden, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(shape):
+        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+    kernel = TriangleMultiplicationContractionSm90(variant, config, registers)
+    return cute.compile(
+        kernel, tensor((batch, 2, hidden, crop, padded)), tensor((batch, hidden, crop, padded)),
+        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )

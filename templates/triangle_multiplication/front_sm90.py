@@ -1,0 +1,306 @@
+"""Triangle multiplicative update, front, for sm_90a: LayerNorm, projections, gates and mask in one pass, written channel-major.
+
+    zn = LN(z);  factors[s, d, i, k] = mask_ik * sigmoid(zn_ik g_weight^T + g_bias) * (zn_ik p_weight^T + p_bias)
+
+Layouts:
+    z                       (B, N, N, C)        16-bit
+    mask                    (B, N, N)           float32, contiguous, or absent
+    norm weight, bias       (C,)                float32
+    p_weight, g_weight      (2 D, C)            16-bit, rows of a before those of b; their biases (2 D,) float32 or absent
+    factors                 (B, 2, D, N, P)     16-bit, P = N rounded up to 8; columns from N on become zero
+
+A tile is tile_n pairs (i, k) of one i. A CTA takes W tiles at once, one for each of its W consumer warpgroups, which all use
+the same weights. Both products are computed transposed, channels as the rows of the MMA and pairs as its columns, so that what
+is stored is contiguous along k.
+
+Warp roles: warpgroup 0 is the producer (one warp issues TMA: tiles of z, and for every tile all weights, from L2, through a
+ring); warpgroup 1 normalises the tiles of z where they lie; the W others multiply, gate and store. The three work on different
+tiles at a time, and one warpgroup's gates overlap another's products.
+
+Source: LayerNorm, projections and gates as in AlphaFold 2 (Jumper et al. 2021, supplement, algorithms 11 and 12).
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.epilogue import store_tile
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.norm import VECTOR, normalise_pair
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    release_after_reads,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # channels of one product: the M of wgmma
+
+
+class TriangleMultiplicationFrontSm90:
+    """The front kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.channels, self.hidden = variant["channels"], variant["hidden"]
+        self.has_mask, self.has_bias = variant["mask"], variant["bias"]
+        self.tile_n, self.warpgroups, self.tile_k = config.tile_n, config.consumer_warpgroups, config.tile_k
+        self.z_stages, self.w_stages = config.z_stages, config.weight_stages
+        self.producer_registers, self.norm_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 2)
+        self.lanes = min(8, 1 << (self.channels // VECTOR).bit_length() - 1)  # threads that normalise one pair
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, n, k = LayoutEnum.ROW_MAJOR, self.tile_n, self.tile_k
+        self.mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, n),
+        )
+        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.channels), self.dtype, self.z_stages * self.warpgroups)
+        self.w_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, k), self.dtype, self.w_stages)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, n), self.warpgroups)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar_z: cute.struct.MemRange[Int64, 2 * self.z_stages]
+            bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
+            bar_norm: cute.struct.MemRange[Int64, self.z_stages]
+            keep: cute.struct.Align[cute.struct.MemRange[Float32, self.z_stages * self.warpgroups * self.tile_n], 128]
+            norm: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.channels], 128]
+            z: smem_area(self.dtype, self.z_layout)
+            p: smem_area(self.dtype, self.w_layout)
+            g: smem_area(self.dtype, self.w_layout)
+            o: smem_area(self.dtype, self.o_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mMask: cute.Tensor | None, mNormW: cute.Tensor, mNormB: cute.Tensor,
+        mP: cute.Tensor, mPBias: cute.Tensor | None, mG: cute.Tensor, mGBias: cute.Tensor | None, mFactors: cute.Tensor,
+        eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        pairs, weights = (self.tile_n, self.channels), (ROWS, self.tile_k)
+        # (B, i, k, C) seen as (k, C, i, B).
+        z = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0]))
+        # (B, 2, D, i, P) seen as (2 D, P, i, B): a and b lie behind each other.
+        f = mFactors
+        factors = cute.make_tensor(f.iterator, cute.make_layout(
+            (2 * self.hidden, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
+        ))
+        loads = (
+            atom(load, z, one_stage(self.z_layout), pairs),
+            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+        )
+        stores = atom(store, factors, one_stage(self.o_layout), (ROWS, self.tile_n))
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, self.tile_n)
+        tiles = blocks * crop * batch
+        tasks = cute.ceil_div(tiles, self.warpgroups)
+        vectors = (mMask, mNormW, mNormB, mPBias, mGBias)
+        self.kernel(loads, stores, vectors, eps, crop, blocks, tiles, tasks).launch(
+            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, vectors, eps: Float32, crop: Int32, blocks: Int32, tiles: Int32, tasks: Int32):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
+        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
+        sKeep = sm.keep.get_tensor(cute.make_layout((self.tile_n, self.z_stages * self.warpgroups)))
+        sNorm = sm.norm.get_tensor(cute.make_layout((self.channels, 2)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], self.channels, self.threads, unroll=1):
+            sNorm[i, 0], sNorm[i, 1] = vectors[1][i], vectors[2][i]
+
+        normed, warps = sm.bar_norm.data_ptr(), 4 * self.warpgroups
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.z_stages):
+                    cute.arch.mbarrier_init(normed + i, 4)  # every warp of the warpgroup that normalises
+        pipe_z = tma_ring(sm.bar_z, self.z_stages, self.warpgroups * tile_bytes(self.z_layout, self.dtype), warps)
+        pipe_w = tma_ring(sm.bar_w, self.w_stages, 2 * tile_bytes(self.w_layout, self.dtype), warps, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        sizes = (crop, blocks, tiles, tasks)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe_z, pipe_w, loads, (sZ, sP, sG), sizes)
+        elif warp_idx < 8:
+            cute.arch.setmaxregister_decrease(self.norm_registers)
+            self.normalise(pipe_z, normed, sZ, sKeep, sNorm, vectors[0], eps, sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.project(pipe_z, pipe_w, normed, (sZ, sP, sG, sKeep, sO), stores, vectors, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of k, i, batch); a tile beyond the last is the last again (its results are stored twice, alike)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    # ---- device: producer ---------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, pipe_z, pipe_w, loads, smem, sizes):
+        (tma_z, gZ), (tma_p, gP), (tma_g, gG) = loads
+        sZ, sP, sG = smem
+        crop, blocks, tiles, tasks = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (self.tile_n, self.channels), (None, 0, None, None))
+        tPs, tPg = partition(tma_p, sP, gP, (ROWS, self.tile_k), (None, None))
+        tGs, tGg = partition(tma_g, sG, gG, (ROWS, self.tile_k), (None, None))
+        z_state, w_state = producer_state(self.z_stages), producer_state(self.w_stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            pipe_z.producer_acquire(z_state)
+            bar = pipe_z.producer_get_barrier(z_state)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, z_state.index * self.warpgroups + w], tma_bar_ptr=bar)
+            z_state.advance()
+            for rows in cutlass.range(2 * self.hidden // ROWS, unroll=1):
+                for k in cutlass.range_constexpr(self.channels // self.tile_k):
+                    pipe_w.producer_acquire(w_state)
+                    bar = pipe_w.producer_get_barrier(w_state)
+                    cute.copy(tma_p, tPg[None, rows, k], tPs[None, w_state.index], tma_bar_ptr=bar)
+                    cute.copy(tma_g, tGg[None, rows, k], tGs[None, w_state.index], tma_bar_ptr=bar)
+                    w_state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe_z.producer_tail(z_state)
+        pipe_w.producer_tail(w_state)
+
+    # ---- device: LayerNorm --------------------------------------------------------------------------------------
+    @cute.jit
+    def normalise(self, pipe_z, normed, sZ, sKeep, sNorm, mMask, eps: Float32, sizes):
+        """LN of every pair of a stage in place, float32 inside; and the factor each pair's results are multiplied by."""
+        crop, blocks, tiles, tasks = sizes
+        tidx = cute.arch.thread_idx()[0] - 128
+        lane, local = tidx % self.lanes, tidx // self.lanes
+        pairs_a_pass = 128 // self.lanes
+        state = consumer_state(self.z_stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            pipe_z.consumer_wait(state)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                stage = state.index * self.warpgroups + w
+                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                for n in cutlass.range(tidx, self.tile_n, 128, unroll=1):
+                    k, keep = block * self.tile_n + n, Float32(0.0)
+                    if k < crop:
+                        keep = Float32(1.0)
+                        if const_expr(self.has_mask):
+                            keep = mMask[batch, i, k]
+                    sKeep[n, stage] = keep
+                for step in cutlass.range(self.tile_n // pairs_a_pass, unroll=1):
+                    row = sZ[step * pairs_a_pass + local, None, stage]
+                    normalise_pair(row, sNorm, eps, lane, self.channels, self.lanes, self.dtype)
+            # Written by ordinary stores, read by wgmma.
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if tidx % 32 == 0:
+                cute.arch.mbarrier_arrive(normed + state.index)
+            state.advance()
+
+    # ---- device: projections and gates --------------------------------------------------------------------------
+    @cute.jit
+    def project(self, pipe_z, pipe_w, normed, smem, stores, vectors, sizes):
+        sZ, sP, sG, sKeep, sO = smem
+        crop, blocks, tiles, tasks = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 2)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 2)
+        mma, (tma, gF) = self.mma, stores
+        part = mma.get_slice(0)
+        tP, tG = (mma.make_fragment_A(part.partition_A(t)) for t in (sP, sG))
+        tZ = mma.make_fragment_B(part.partition_B(sZ))
+        shape = mma.partition_shape_C((ROWS, self.tile_n))
+        acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        z_state, w_state = consumer_state(self.z_stages), consumer_state(self.w_stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            block, i, batch = self.decode(cutlass.min(task * self.warpgroups + wg, tiles - 1), crop, blocks)
+            tile = z_state.index * self.warpgroups + wg
+            cute.arch.mbarrier_wait(normed + z_state.index, z_state.phase)
+            for rows in cutlass.range(2 * self.hidden // ROWS, unroll=1):
+                for k in cutlass.range_constexpr(self.channels // self.tile_k):
+                    pipe_w.consumer_wait(w_state)
+                    warpgroup.fence()
+                    for step in cutlass.range_constexpr(self.tile_k // 16):
+                        mma.set(warpgroup.Field.ACCUMULATE, k + step > 0)
+                        z = tZ[None, None, k * (self.tile_k // 16) + step, tile]
+                        cute.gemm(mma, acc_p, tP[None, None, step, w_state.index], z, acc_p)
+                        cute.gemm(mma, acc_g, tG[None, None, step, w_state.index], z, acc_g)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    pipe_w.consumer_release(w_state)
+                    w_state.advance()
+                self.gate(acc_p, acc_g, sKeep[None, tile], vectors[3], vectors[4], rows, tidx)
+                rounded = cute.make_rmem_tensor(shape, self.dtype)
+                rounded.store(acc_p.load().to(self.dtype))
+                target = cute.local_tile(gF, (ROWS, self.tile_n), (rows, block, i, batch))
+                store_tile(rounded, mma, tidx, wg, sO, tma, target)
+            release_after_reads(pipe_z, z_state)
+            z_state.advance()
+        if cute.arch.make_warp_uniform(tidx // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def gate(self, acc_p, acc_g, keep: cute.Tensor, mPBias, mGBias, rows: Int32, tidx: Int32):
+        """acc_p becomes keep * sigmoid(acc_g + bias) * (acc_p + bias)."""
+        p, g = rows_view(acc_p), rows_view(acc_g)
+        for r in cutlass.range_constexpr(2):
+            channel = rows * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+            for n in cutlass.range_constexpr(self.tile_n // 4):
+                factor = keep[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
+                if const_expr(self.has_bias):
+                    p[r, n], g[r, n] = p[r, n] + mPBias[channel], g[r, n] + mGBias[channel]
+                odds = cute.math.exp2(g[r, n] * -LOG2_E, fastmath=True)
+                value = p[r, n] * cute.arch.rcp_approx(1.0 + odds)
+                # A select, not a product: what a masked or absent pair holds must not matter.
+                p[r, n] = Float32(0.0) if factor == 0.0 else value * factor
+
+
+def build(variant: dict, config, registers: tuple[int, int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def vector(size: int):
+        return cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=4)
+
+    def weight():
+        return cute.runtime.make_fake_tensor(dtype, (2 * hidden, channels), (channels, 1), assumed_align=16)
+
+    bias = (lambda: vector(2 * hidden)) if variant["bias"] else (lambda: None)
+    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
+    kernel = TriangleMultiplicationFrontSm90(variant, config, registers)
+    return cute.compile(
+        kernel, tensor(dtype, (batch, crop, crop, channels), 8), mask, vector(channels), vector(channels),
+        weight(), bias(), weight(), bias(), tensor(dtype, (batch, 2, hidden, crop, padded), 8),
+        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )

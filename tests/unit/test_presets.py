@@ -1,0 +1,129 @@
+"""The model presets: what each cites, that kernels take all of it, and what the shipped tables answer for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tuning_samples import H200
+
+import tpf_jit
+from tpf_jit.nearest import SAME
+from tpf_jit.resolve import Dispatcher
+from tpf_jit.shape import TriangleAttentionShape, preset, preset_names
+from tpf_jit.templates import registry
+from tpf_jit.templates.base import config_from_dict
+from tpf_jit.tuning_db.reader import read_shipped
+from tpf_jit.tuning_db.rows import split_cell
+
+FOLDER = Path(tpf_jit.__file__).parent / "presets"
+FORWARD = "triangle_attention_forward_sm90"
+each_preset = pytest.mark.parametrize("name", preset_names())
+
+
+def content(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def shapes(name: str) -> list[TriangleAttentionShape]:
+    return [shape for shape in preset(name) if isinstance(shape, TriangleAttentionShape)]
+
+
+def noted(name: str, word: str) -> set[int]:
+    """Crops of the entries whose note has a word."""
+    return {crop for entry in content(name)["shapes"] if word in entry["note"] for crop in entry["crops"]}
+
+
+@each_preset
+def test_a_preset_cites_the_files_it_is_taken_from(name: str) -> None:
+    source = content(name)["source"]
+    assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", source["repository"])
+    assert re.fullmatch(r"[0-9a-f]{40}", source["commit"])
+    assert source["files"] and all(path and not path.startswith("/") and said for path, said in source["files"].items())
+    assert content(name)["model"] and content(name)["left_out"]
+    assert all(re.match("training|inference", entry["note"]) for entry in content(name)["shapes"])
+
+
+@each_preset
+def test_a_copy_reads_like_the_original(name: str, tmp_path: Path) -> None:
+    copy = tmp_path / "mine.json"
+    copy.write_bytes((FOLDER / f"{name}.json").read_bytes())
+    assert preset(copy) == preset(name)
+
+
+@each_preset
+def test_kernels_take_every_shape_in_every_direction(name: str) -> None:
+    templates = registry.templates(op=TriangleAttentionShape.op)
+    for direction in dict.fromkeys(template.direction for template in templates):
+        for shape in shapes(name):
+            served = [template for template in templates if template.direction == direction and template.supports(shape)[0]]
+            assert served, f"{direction} of {shape.key()}"
+            assert served[0].check(shape, served[0].default(shape)) is None
+
+
+def test_training_crops_are_the_published_ones() -> None:
+    assert noted("openfold3", "training") == {384, 640, 768}
+    assert noted("boltz2", "training") == {256, 384, 512}
+    assert noted("protenix", "training") == {256, 384, 640, 768}
+    assert noted("chai1", "training") == set()
+    assert noted("chai1", "inference") == {256, 384, 512, 768, 1024, 1536, 2048}
+
+
+def test_heads_masks_and_dtypes() -> None:
+    assert {(shape.heads, shape.head_dim, shape.mask) for shape in shapes("openfold3")} == {(4, d, "additive") for d in (16, 32)}
+    assert {(shape.heads, shape.head_dim, shape.mask) for shape in shapes("boltz2")} == {(4, 32, "bool")}
+    assert {(shape.heads, shape.head_dim, shape.mask) for shape in shapes("protenix")} == {(h, 32, "bool") for h in (2, 4, 8)}
+    assert {(shape.heads, shape.head_dim, shape.mask) for shape in shapes("chai1")} == {(4, 64, "bool")}
+    for name in preset_names():
+        assert {shape.dtype for shape in shapes(name)} == {"bfloat16"}
+        assert {shape.bias_dtype for shape in shapes(name)} == {"float32" if name == "protenix" else "bfloat16"}
+
+
+def test_protenix_chunks_rows_above_1024_tokens() -> None:
+    rows = {shape.crop: shape.rows for shape in shapes("protenix")}
+    assert rows[768] == 768 and rows[1024] == 1024 and rows[1536] == 512 and rows[2048] == 256
+
+
+def traits(shape: TriangleAttentionShape) -> tuple:
+    """What decides which code is compiled, but for the mask, across which records are borrowed."""
+    return tuple(getattr(shape, name) for name in SAME if name != "has_mask")
+
+
+def measured() -> list[tuple[TriangleAttentionShape, tuple]]:
+    """The shipped problems of the H200's forward and their winners."""
+    found = []
+    for (cell, model), winners in read_shipped().winners.items():
+        op, key, direction = split_cell(cell)
+        if (op, direction, model) == (TriangleAttentionShape.op, "forward", H200.model):
+            found.append((TriangleAttentionShape.parse(key), winners))
+    return found
+
+
+@each_preset
+def test_a_default_is_taken_only_where_nothing_of_the_kind_was_measured(name: str) -> None:
+    """Protenix hands a float32 bias to the kernel. As long as no such problem is in the shipped tables, its shapes have no
+    neighbour at any crop, and the default is the right answer."""
+    kinds = {traits(shape) for shape, _ in measured()}
+    dispatcher = Dispatcher(False, device=H200)
+    for shape in shapes(name):
+        found = dispatcher.resolve(shape.op, "forward", shape)
+        assert (found.source == "default") == (traits(shape) not in kinds), f"{shape.key()}: {found.note}"
+
+
+def test_winners_of_a_16_bit_bias_rarely_fit_a_float32_one() -> None:
+    """Why records are not borrowed across the bias dtype: its tile is twice as large, and winners use what memory there is."""
+    template = registry.get(FORWARD)
+    first = [(shape, winners[0]) for shape, winners in measured() if shape.bias_dtype == "bfloat16" and shape.head_dim >= 32]
+    assert first
+    refused = []
+    for shape, winner in first:
+        assert winner.template == FORWARD
+        config = config_from_dict(template.Config, winner.config)
+        assert template.check(shape, config) is None
+        problem = template.check(replace(shape, bias_dtype="float32"), config)
+        refused += [problem] if problem is not None else []
+    assert all("shared memory" in problem for problem in refused)
+    assert len(refused) >= len(first) / 2

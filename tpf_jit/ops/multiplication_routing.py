@@ -1,0 +1,78 @@
+"""Kernel or PyTorch for a triangle multiplication: the decision, from metadata only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpf_jit.errors import InvalidInput
+from tpf_jit.ops import multiplication_checks as checks
+from tpf_jit.ops import plans, routing
+from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
+
+NO_KERNELS = "this version has no kernels for it yet"
+
+
+def activation_dtype(z: Tensor) -> torch.dtype:
+    """The dtype of a call's activations and result: autocast's where it is on, else z's; float64 stays."""
+    cast_to = plans.autocast_dtype(z)
+    return z.dtype if cast_to is None or z.dtype == torch.float64 else cast_to
+
+
+def kernel_shape(
+    z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
+) -> TriangleMultiplicationShape:
+    """The problem as a kernel sees it, for activations of a dtype.
+
+    Raises:
+        InvalidInput: where its dtypes or widths are none that kernels are meant for.
+    """
+    *_, crop, channels = z.shape
+    return TriangleMultiplicationShape(
+        crop=crop,
+        channels=channels,
+        hidden=p_in_weight.shape[0] // 2,
+        direction=direction,
+        batch=z.shape[:-3].numel(),
+        dtype=dtype_name(dtype),
+        weight_dtype=dtype_name(p_in_weight.dtype),
+        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+    )
+
+
+def decide(
+    z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
+) -> tuple[str, TriangleMultiplicationShape | None]:
+    """Why a checked call takes the PyTorch path, and the problem that a kernel would solve, if any could."""
+    if z.numel() == 0:
+        return routing.EMPTY, None
+    here = routing.hardware(z.device)
+    try:
+        shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
+    except InvalidInput as error:
+        return here.reason or str(error), None
+    return here.reason or unsupported(shape), shape
+
+
+def unsupported(shape: TriangleMultiplicationShape) -> str:
+    """Why no kernel serves the shape on a device that runs kernels."""
+    return NO_KERNELS
+
+
+def inspect_call(
+    z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str = "outgoing"
+) -> tuple[str, TriangleMultiplicationShape | None]:
+    """What `decide` says of a call by the tensors that matter for it, of any rank, under autocast as it is.
+
+    Raises:
+        InvalidInput: they do not fit together.
+    """
+    for name, x in (("z", z), ("mask", mask), ("p_in_weight", p_in_weight)):
+        if not isinstance(x, Tensor) and (x is not None or name != "mask"):
+            raise InvalidInput.of(name, type(x).__name__, "a torch.Tensor" + (" or None" if name == "mask" else ""))
+    checks.check_direction(direction)
+    checks.check_pair(z, mask)
+    size = tuple(p_in_weight.shape)
+    if len(size) != 2 or size[0] % 2 or size[1] != z.shape[-1]:
+        raise InvalidInput.of("p_in_weight", f"shape {size}", f"(2 D, {z.shape[-1]}) for z of shape {tuple(z.shape)}")
+    return decide(z, mask, p_in_weight, direction, activation_dtype(z))

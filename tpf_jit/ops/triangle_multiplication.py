@@ -1,0 +1,264 @@
+"""The triangle multiplicative update as a PyTorch operator: autograd, autocast, torch.compile, in place.
+
+    triangle_multiplication(...)                   the function users call: any rank, autocast
+      -> torch.ops.tpf_jit.triangle_multiplication_forward     (B, N, N, C) only
+      -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved; the rest is rebuilt in chunks
+      -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
+
+No kernels exist for this operation yet: every call takes the PyTorch path of `multiplication_fallback`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpf_jit.errors import InvalidInput, NotDifferentiable
+from tpf_jit.ops import multiplication_checks as checks
+from tpf_jit.ops import multiplication_fallback as fallback
+from tpf_jit.ops import multiplication_routing, routing
+from tpf_jit.ops.multiplication_fallback import Rule
+from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype
+
+_WEIGHTS = ", ".join(f"Tensor{'' if name in checks.REQUIRED else '?'} {name}" for name in Weights._fields)
+_RULE = "str direction, float eps, ScalarType dtype"
+_COUNT = len(Weights._fields)
+
+_LIBRARY = torch.library.Library("tpf_jit", "FRAGMENT")
+_LIBRARY.define(
+    f"triangle_multiplication_forward(Tensor z, Tensor? mask, {_WEIGHTS}, Tensor? residual, {_RULE}, bool keep,"
+    " bool recompute=False) -> (Tensor out, Tensor x)"
+)
+_LIBRARY.define(
+    f"triangle_multiplication_backward(Tensor grad_out, Tensor z, Tensor? mask, {_WEIGHTS}, Tensor? x, {_RULE},"
+    f" bool[{_COUNT + 1}] output_mask) -> Tensor[]"
+)
+_LIBRARY.define(f"triangle_multiplication_(Tensor(a!) z, Tensor? mask, {_WEIGHTS}, Tensor? residual, {_RULE}) -> ()")
+_forward_op = torch.ops.tpf_jit.triangle_multiplication_forward.default
+_backward_op = torch.ops.tpf_jit.triangle_multiplication_backward.default
+_inplace_op = torch.ops.tpf_jit.triangle_multiplication_.default
+
+
+def triangle_multiplication(
+    z: Tensor,
+    direction: str = "outgoing",
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor | None = None,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor | None = None,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor | None = None,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    recompute: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """The triangle multiplicative update of a pair tensor, with cuEquivariance's names, order and layouts of the weights.
+
+        zn = LN(z);  [a; b] = mask * sigmoid(zn g_in^T) * (zn p_in^T);  x_ij = sum_k a_ik b_jk, or sum_k a_ki b_kj if incoming
+        result = [residual +] sigmoid(zn g_out^T) * (LN(x) p_out^T)
+
+    Differentiable once, in z, residual and all weights. Equal calls give equal bits, also of gradients.
+
+    Args:
+        z: `(B, N, N, C)`; without a batch axis `(N, N, C)`, or with several. Any strides, any floating dtype.
+        direction: `"outgoing"` or `"incoming"`.
+        mask: None, or broadcastable to `(B, N, N)`; boolean (True keeps) or numbers, which multiply. Has no gradient.
+        norm_in_weight, norm_in_bias: `(C,)`; ones and zeros when None.
+        p_in_weight, g_in_weight: `(2 D, C)`, the rows that make a, then those that make b. Required.
+        norm_out_weight, norm_out_bias: `(D,)`; ones and zeros when None.
+        p_out_weight: `(C, D)`. Required; sets D.
+        g_out_weight: `(C, C)`. Required.
+        p_in_bias, g_in_bias: None or `(2 D,)`.
+        p_out_bias, g_out_bias: None or `(C,)`.
+        eps: of both LayerNorms.
+        residual: None, or like z (it may be z): added to the update before that is rounded.
+        recompute: save less for the backward: the contraction x is computed anew there. By default x is saved.
+        inplace: write the result over z, and return z; for inference. With `residual=z` this is `z += update`.
+
+    Returns:
+        The update, contiguous, shaped like z. Its dtype is autocast's where autocast is on (z and residual are read as they are,
+        nothing is rounded before the LayerNorms) and z's otherwise; with a residual, what PyTorch promotes both to.
+
+        For the backward these are saved: z, mask, the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
+        (float32 where that is fp16).
+
+    Raises:
+        InvalidInput: the arguments do not fit together, or `inplace` where gradients are wanted; nothing has been allocated.
+    """
+    weights = Weights(
+        norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
+        norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias,
+    )  # fmt: skip
+    checks.check_types(z, mask, weights, residual)
+    checks.check_direction(direction)
+    eps = checks.check_eps(eps)
+    given, leading = z, z.shape[:-3]
+    checks.check(z, mask, weights, residual)
+    rule = Rule(direction, eps, multiplication_routing.activation_dtype(z))
+    if inplace:
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *weights, residual))
+        checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), wanted)
+    if not checks.is_canonical(z, mask):
+        z, mask = checks.canonical(z, mask)
+        residual = z if residual is given else None if residual is None else checks.merge_pair(residual)
+    if inplace:
+        _inplace_op(z, mask, *weights, residual, *rule)
+        return given
+    out, _ = _forward_op(z, mask, *weights, residual, *rule, False, bool(recompute))
+    return checks.split_leading(out, leading)
+
+
+def _check_canonical(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule) -> None:
+    if not checks.is_canonical(z, mask):
+        came = f"shapes {tuple(z.shape)}, {None if mask is None else tuple(mask.shape)}"
+        raise InvalidInput.of("z, mask", came, "four and three axes here; tpf_jit.triangle_multiplication takes the other ranks")
+    checks.check_direction(rule.direction)
+    checks.check_eps(rule.eps)
+    checks.check(z, mask, weights, residual)
+
+
+def _split(arguments: tuple) -> tuple[Weights, Tensor | None, Rule, tuple]:
+    """What follows z and mask in the operators: weights, residual or x, rule, and the rest."""
+    return Weights(*arguments[:_COUNT]), arguments[_COUNT], Rule(*arguments[_COUNT + 1 : _COUNT + 4]), arguments[_COUNT + 4 :]
+
+
+def _warn(z: Tensor, mask: Tensor | None, weights: Weights, rule: Rule) -> None:
+    reason, _ = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
+    routing.warn_once(reason, "triangle_multiplication")
+
+
+def _forward(z, mask, *arguments):
+    """The forward operator: the update, and with `keep` the contraction (else empty). `recompute` is for autograd."""
+    weights, residual, rule, (keep, *_) = _split(arguments)
+    _check_canonical(z, mask, weights, residual, rule)
+    _warn(z, mask, weights, rule)
+    return fallback.forward(z, mask, weights, residual, rule, keep)
+
+
+def _forward_fake(z, mask, *arguments):
+    weights, residual, rule, (keep, *_) = _split(arguments)
+    _check_canonical(z, mask, weights, residual, rule)
+    batch, crop, _, _ = z.shape
+    out = torch.empty(z.shape, dtype=fallback.result_dtype(rule.dtype, residual), device=z.device)
+    stored = z.dtype if z.dtype == torch.float64 else contraction_dtype(rule.dtype)
+    return out, torch.empty((batch, weights.hidden, crop, crop) if keep else 0, dtype=stored, device=z.device)
+
+
+def _inplace(z, mask, *arguments):
+    """The forward over z."""
+    weights, residual, rule, _ = _split(arguments)
+    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
+    _warn(z, mask, weights, rule)
+    fallback.forward(z, mask, weights, residual, rule, False, out=z)
+
+
+def _inplace_fake(z, mask, *arguments):
+    weights, residual, rule, _ = _split(arguments)
+    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
+
+
+def _backward(grad_out, z, mask, *arguments):
+    """The backward operator: gradients of z and of the weights; those that `output_mask` leaves out come back empty."""
+    weights, x, rule, (output_mask,) = _split(arguments)
+    return fallback.backward(grad_out, z, mask, weights, x, rule, output_mask)
+
+
+def _backward_fake(grad_out, z, mask, *arguments):
+    weights, _, _, (output_mask,) = _split(arguments)
+    operands = zip((z, *weights), output_mask, strict=True)
+    return [torch.empty_like(x) if need and x is not None else z.new_empty(0) for x, need in operands]
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, mask, *arguments):
+        weights, residual, rule, (keep, recompute) = _split(arguments)
+        keep = keep or not recompute
+        with torch._C._AutoDispatchBelowAutograd():
+            out, x = _forward_op(z, mask, *weights, residual, *rule, keep)
+        ctx.save_for_backward(z, mask, *weights, None if recompute else x)
+        ctx.rule, ctx.residual_dtype = rule, None if residual is None else residual.dtype
+        ctx.mark_non_differentiable(x)
+        ctx.set_materialize_grads(False)
+        return out, x
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        count = len(ctx.needs_input_grad)
+        if grad_out is None:
+            return (None,) * count
+        need_z, _, *others = ctx.needs_input_grad
+        needed = [need_z, *others[:_COUNT]]
+        grads = [None] * (_COUNT + 1)
+        if any(needed):
+            found = _backward_op(grad_out, *ctx.saved_tensors, *ctx.rule, needed)
+            grads = [grad if need else None for grad, need in zip(found, needed, strict=True)]
+        of_residual = grad_out.to(ctx.residual_dtype) if others[_COUNT] else None
+        return grads[0], None, *grads[1:], of_residual, *(None,) * (count - _COUNT - 3)
+
+
+class _Backward(torch.autograd.Function):
+    """Lets gradients be part of a graph (create_graph=True); only differentiating them raises."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(_backward_op(*arguments))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotDifferentiable(
+            "triangle_multiplication cannot be differentiated twice: its gradients have no gradients of their own. "
+            "Leave out create_graph=True where it is not needed, or use tpf_jit.templates.triangle_multiplication.reference"
+        )
+
+
+def _wanted(arguments: tuple) -> bool:
+    """Whether autograd must see a call. Tangents (torch.func.jvp, forward_ad) count: autograd functions refuse them, plain calls
+    would drop them."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _forward_autograd(z, mask, *arguments):
+    arguments = arguments if len(arguments) == _COUNT + 6 else (*arguments, False)
+    if _wanted((z, *arguments)):
+        return _Forward.apply(z, mask, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(z, mask, *arguments)
+
+
+def _backward_autograd(*arguments):
+    if _wanted(arguments):
+        return list(_Backward.apply(*arguments))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*arguments)
+
+
+def _inplace_autograd(z, mask, *arguments):
+    if _wanted((z, *arguments)):
+        raise InvalidInput.of("inplace", "True where gradients are wanted", "True under torch.no_grad() or inference_mode()")
+    with torch._C._AutoDispatchBelowAutograd():
+        _inplace_op(z, mask, *arguments)
+
+
+for _name, _implementation, _fake, _autograd in (
+    ("triangle_multiplication_forward", _forward, _forward_fake, _forward_autograd),
+    ("triangle_multiplication_backward", _backward, _backward_fake, _backward_autograd),
+    ("triangle_multiplication_", _inplace, _inplace_fake, _inplace_autograd),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _autograd, "Autograd")
+    torch.library.register_fake(f"tpf_jit::{_name}", _fake, lib=_LIBRARY)
