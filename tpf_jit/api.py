@@ -112,7 +112,7 @@ def explain(
 ) -> Explanation:
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
-    Calls are named by their tensors as for `is_supported`.
+    Calls are named by their tensors as for `is_supported`. Of a triangle multiplication's three kernels it shows the contraction.
     Where no kernel can run here, the explanation still shows the one that the default architecture would run.
 
     Raises:
@@ -123,7 +123,9 @@ def explain(
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     try:
-        kernel = kernels.get_kernel(f"{shape.op}/forward", shape)
+        several = isinstance(shape, TriangleMultiplicationShape)
+        family = multiplication_routing.contraction(shape.direction) if several else f"{shape.op}/forward"
+        kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
     return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN)
@@ -148,7 +150,8 @@ def compile(
         workers: compile processes for several kernels; one per usable CPU when left out.
 
     Returns:
-        One `CompiledKernel` for a shape, otherwise a list in the order of the shapes. Nothing is loaded yet.
+        One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has three, which
+        come as a list too. Nothing is loaded yet.
 
     Raises:
         InvalidInput: no such preset, shape or configuration.
@@ -158,10 +161,10 @@ def compile(
         CacheUntrusted: others may write to the object cache.
     """
     shapes, single = _shapes(problem)
-    chosen = [_choose(shape, _target(arch), template, config, residual) for shape in shapes]
+    chosen = [kernel for shape in shapes for kernel in _choose(shape, _target(arch), template, config, residual)]
     _build({kernel.spec for kernel in chosen}, workers)
     compiled = [CompiledKernel(kernel) for kernel in chosen]
-    return compiled[0] if single else compiled
+    return compiled[0] if single and len(compiled) == 1 else compiled
 
 
 def warmup(
@@ -175,7 +178,7 @@ def warmup(
         workers: compile processes.
         training: also what a training step runs for these shapes: the forward that keeps its roundings (unless
             `residual_compensation` is off) and the backward's kernels. A step whose bias is frozen has a variant of its own,
-            which its first run compiles.
+            which its first run compiles, as have triangle multiplications with a residual or projection biases.
 
     Returns:
         The kernels. Where the current device runs none, a FallbackWarning says why, and the list is empty.
@@ -190,7 +193,7 @@ def warmup(
     if here.arch is None:
         routing.warn_once(here.reason)
         return []
-    chosen = [_choose(shape, here.arch, None, None, residual) for shape in shapes]
+    chosen = [kernel for shape in shapes for kernel in _choose(shape, here.arch, None, None, residual)]
     if training:
         chosen += [kernel for shape in shapes for kernel in _of_training(shape)]
     if torch.cuda.is_current_stream_capturing():
@@ -259,15 +262,25 @@ def _target(arch: str | None) -> str:
     return arch or routing.hardware(_current_device()).arch or DEFAULT_ARCH
 
 
-def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> kernels.Kernel:
-    """The kernel for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
+def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> list[kernels.Kernel]:
+    """The kernels for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
+    if template is None and isinstance(shape, TriangleMultiplicationShape):
+        families = multiplication_routing.families(shape)
+        if config is not None or residual:
+            name, came = ("config", config) if config is not None else ("residual", True)
+            raise InvalidInput.of(name, came, f"none without template=: {shape.op} has {len(families)} kernels")
+        return [_choose_one(shape, arch, family, None, None) for family in families]
     family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"
+    if template and residual and family.endswith("/forward"):
+        raise InvalidInput.of("template", template, f"one of {family}_training, as residual=True asks for such a kernel")
+    return [_choose_one(shape, arch, family, template, config)]
+
+
+def _choose_one(shape: Any, arch: str, family: str, template: str | None, config: Any) -> kernels.Kernel:
     op, _, direction = family.partition("/")
     if not registry.templates(op, direction, arch):
         known = ", ".join(sorted({other.arch for other in registry.templates(op, direction)})) or "none"
         raise NoKernel(f"no template of {family} targets {arch}; there are templates for: {known}")
-    if template and residual and direction == "forward":
-        raise InvalidInput.of("template", template, f"one of {op}/forward_training, as residual=True asks for such a kernel")
     owner = registry.get(template) if template else _first_that_serves(shape, op, direction, arch)
     if config is None:
         kernel = kernels.get_kernel(template or family, shape)

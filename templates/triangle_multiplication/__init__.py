@@ -1,4 +1,19 @@
-"""Triangle multiplicative update: operand layout, float64 reference, inputs and workloads.
+"""Triangle multiplicative update: templates, operand layout, float64 reference, inputs and workloads.
 
-The modules need torch; this one does not, as the registry imports it.
+Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
+`workload` need torch.
 """
+
+from tpf_jit.templates.triangle_multiplication.config import (
+    TriangleMultiplicationBack,
+    TriangleMultiplicationContractionIncoming,
+    TriangleMultiplicationContractionOutgoing,
+    TriangleMultiplicationFront,
+)
+
+TEMPLATES = (
+    TriangleMultiplicationFront,
+    TriangleMultiplicationContractionOutgoing,
+    TriangleMultiplicationContractionIncoming,
+    TriangleMultiplicationBack,
+)

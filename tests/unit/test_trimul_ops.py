@@ -7,6 +7,7 @@ import warnings
 import weakref
 from functools import partial
 
+import multiplication_emulation
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -622,13 +623,92 @@ def test_one_warning_that_names_the_reason(monkeypatch) -> None:
     assert [(w.category, str(w.message)) for w in caught] == [(FallbackWarning, text)]
 
 
-def test_on_a_hopper_gpu_the_warning_says_that_there_are_no_kernels(monkeypatch) -> None:
+class EmulatedKernels:
+    """Stands in for `routing.find_kernel` on a machine with a Hopper GPU; `asked` lists the (family, flags), `missing` families
+    that cannot be had."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict]] = []
+        self.missing: set[str] = set()
+
+    def find(self, family, shape, flags, device):
+        self.asked.append((family, dict(flags)))
+        if family in self.missing:
+            return f"no kernel of {family}"
+        return routing.Launch(getattr(multiplication_emulation, family.partition("/")[2]), 132)
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> EmulatedKernels:
+    emulated = EmulatedKernels()
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
+    monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(routing, "_warned", set())
-    with pytest.warns(FallbackWarning, match="this version has no kernels for it yet"):
-        run(call())
+    return emulated
+
+
+def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
+    return float((x.double() - ref.double()).norm() / ref.double().norm())
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("crop, mask, biases", [(9, "bool", False), (16, "none", True), (1, "float", False)])
+def test_kernels_compute_what_pytorch_does(kernels, monkeypatch, direction, crop, mask, biases) -> None:
+    shape = TriangleMultiplicationShape(crop, 32, 64, direction, batch=2, mask=mask)
+    x = make_inputs(shape, projection_biases=biases, with_grad_out=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = triangle_multiplication(x.z, direction, x.mask, *x.weights)
+    assert [family for family, _ in kernels.asked] == list(multiplication_routing.families(shape))
+    assert kernels.asked[0][1] == {"bias": biases} and kernels.asked[2][1] == {"bias": biases, "residual": False}
+    want = reference.multiplication(x.z, direction, x.mask, x.weights, 1e-5)
+    assert found.dtype == BF16 and found.is_contiguous() and distance(found, want) < 8e-3
+    # Training keeps the contraction for a backward in PyTorch; its pitch is the kernels'.
+    leaf, weights = x.z.clone().requires_grad_(), [None if w is None else w.clone().requires_grad_() for w in x.weights]
+    triangle_multiplication(leaf, direction, x.mask, *weights).backward(x.grad_out)
+    dz, grads = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, x.weights, 1e-5)
+    assert distance(leaf.grad, dz) < 2e-2
+    for name, weight, grad in zip(x.weights._fields, weights, grads, strict=True):
+        assert weight is None or distance(weight.grad, grad) < 3e-2, name
+
+
+def test_kernels_write_in_place_and_add_a_residual(kernels) -> None:
+    x = make_inputs(TriangleMultiplicationShape(9, 32, 64))
+    other = torch.randn_like(x.z)
+    apart = triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=other)
+    assert torch.equal(apart, triangle_multiplication(x.z.transpose(1, 2).contiguous().transpose(1, 2), "outgoing", x.mask,
+                                                      *x.weights, residual=other))
+    assert kernels.asked[2][1]["residual"]
+    for make in (lambda: x.z.clone(), lambda: torch.cat([x.z, x.z], -1)[..., ::2].copy_(x.z)):
+        want = triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
+        z = make()
+        assert triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
+        assert torch.equal(z, want)
+
+
+def test_one_projection_bias_alone(kernels) -> None:
+    x = make_inputs(TriangleMultiplicationShape(9, 32, 64), projection_biases=True)
+    weights = x.weights._replace(g_in_bias=None, p_out_bias=None)
+    found = triangle_multiplication(x.z, "outgoing", x.mask, *weights)
+    assert kernels.asked[0][1]["bias"] and kernels.asked[2][1]["bias"]
+    assert distance(found, reference.multiplication(x.z, "outgoing", x.mask, weights, 1e-5)) < 8e-3
+
+
+def test_what_kernels_do_not_take_says_why(kernels) -> None:
+    x = call()
+    with pytest.warns(FallbackWarning, match="the kernel takes bfloat16, not float16"):
+        run(call(dtype=torch.float16))
     with pytest.warns(FallbackWarning, match="float32; allowed: bfloat16, float16|dtype: got 'float32'"):
         run(call(dtype=torch.float32))
+    with pytest.warns(FallbackWarning, match="autocast computes in bfloat16"), torch.autocast("cpu", dtype=BF16):
+        triangle_multiplication(x.z.float(), "outgoing", None, *x.weights)
+    with pytest.warns(FallbackWarning, match="the residual is torch.float32"):
+        triangle_multiplication(x.z, "outgoing", None, *x.weights, residual=x.z.float())
+    assert kernels.asked == []
+    kernels.missing = {multiplication_routing.BACK}
+    with pytest.warns(FallbackWarning, match="no kernel of triangle_multiplication/back"):
+        found = triangle_multiplication(x.z, "outgoing", None, *x.weights)
+    assert distance(found, reference.multiplication(x.z, "outgoing", None, x.weights, 1e-5)) < 8e-3
 
 
 def test_is_supported_and_explain(monkeypatch) -> None:
@@ -636,10 +716,10 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     z, weight = x.z, x.weights.p_in_weight
     assert tpf_jit.is_supported(z, mask=x.mask, p_in_weight=weight)[1].startswith("the tensors are on cpu")
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
-    assert tpf_jit.is_supported(z, mask=x.mask, p_in_weight=weight) == (False, multiplication_routing.NO_KERNELS)
+    assert tpf_jit.is_supported(z, mask=x.mask, p_in_weight=weight)[0]
     found = tpf_jit.explain(z, mask=x.mask, p_in_weight=weight)
     key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
-    assert (found.path, found.shape, found.reason) == ("fallback", key, multiplication_routing.NO_KERNELS)
+    assert (found.path, found.shape) == ("kernel", key) and "contraction_outgoing" in found.template
     assert "dtype" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")

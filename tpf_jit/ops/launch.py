@@ -29,7 +29,7 @@ def forward(
     if need_residual:
         residual, lse_low = layout.projection_layout_empty(padded, q.dtype, q.device), torch.empty_like(lse)
     arguments = operands.arguments(out, residual, lse, lse_low)
-    with _on_device(q):
+    with on_device(q):
         launch.function(*arguments, scale, launch.num_ctas)
     if residual is None:
         return layout.trim(out, dim), lse, q.new_empty(0), lse.new_empty(0)
@@ -117,7 +117,7 @@ def backward(
     # The statistics are about the output; a call of which only the LSE is used has none of its gradient.
     dout = layout.projection_layout_empty(q.shape, q.dtype, q.device).zero_() if grad_out is None else like_q(grad_out)
     stats = layout_backward.stats_empty(q)
-    with _on_device(q):
+    with on_device(q):
         found.stats.function(
             like_q(saved.out), like_q(saved.residual), dout, lines(saved.lse), lines(saved.lse_low), stats, found.stats.num_ctas
         )
@@ -216,6 +216,6 @@ def run_kernel(
     return forward(routing.Launch(kernel.function, here.sms), operands, q, checks.scale_of(q, scale), residual)[:2]
 
 
-def _on_device(q: Tensor):
+def on_device(q: Tensor):
     """Makes q's device the current one, where it is not."""
     return torch.cuda.device(q.device) if q.is_cuda and q.device.index != torch.cuda.current_device() else nullcontext()

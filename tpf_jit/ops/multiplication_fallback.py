@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype
+from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, padded
 
 BUDGET_BYTES = 256 * 2**20
 """Most bytes of what is rebuilt, for some channels and for some rows each, that live at once on an accelerator."""
@@ -60,7 +60,7 @@ def forward(
     batch, crop, _, _ = z.shape
     if out is None:
         out = torch.empty(z.shape, dtype=result_dtype(rule.dtype, residual), device=z.device)
-    x = torch.empty((batch if keep else min(batch, 1), weights.hidden, crop, crop), dtype=call.stored, device=z.device)
+    x = contraction_empty(batch if keep else min(batch, 1), weights.hidden, crop, call.stored, z.device)
     with torch.autocast(z.device.type, enabled=False):
         for b in range(batch):
             part = x[b if keep else 0]
@@ -103,6 +103,11 @@ def backward(
                 for rows in call.rows(z.shape[-1] * 5):
                     _norm_gradient(call, z[b, rows], dzn[rows], dz[b, rows] if needed[0] else None, sums)
     return [dz, *(sums[name].to(wanted[name].dtype) if name in wanted else z.new_empty(0) for name in weights._fields)]
+
+
+def contraction_empty(batch: int, hidden: int, crop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised x `(B, D, N, N)`, with the pitch that kernels give its rows."""
+    return torch.empty((batch, hidden, crop, padded(crop)), dtype=dtype, device=device)[..., :crop]
 
 
 def result_dtype(dtype: torch.dtype, residual: Tensor | None) -> torch.dtype:

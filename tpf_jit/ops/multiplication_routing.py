@@ -9,8 +9,20 @@ from tpf_jit.errors import InvalidInput
 from tpf_jit.ops import multiplication_checks as checks
 from tpf_jit.ops import plans, routing
 from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
+from tpf_jit.templates import registry
 
-NO_KERNELS = "this version has no kernels for it yet"
+FRONT = "triangle_multiplication/front"
+BACK = "triangle_multiplication/back"
+
+
+def contraction(direction: str) -> str:
+    """The family that contracts edges of a direction."""
+    return f"triangle_multiplication/contraction_{direction}"
+
+
+def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str]:
+    """The families of the kernels of one update, in the order of their launches."""
+    return FRONT, contraction(shape.direction), BACK
 
 
 def activation_dtype(z: Tensor) -> torch.dtype:
@@ -42,8 +54,8 @@ def kernel_shape(
 
 def decide(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
-) -> tuple[str, TriangleMultiplicationShape | None]:
-    """Why a checked call takes the PyTorch path, and the problem that a kernel would solve, if any could."""
+) -> tuple[str | None, TriangleMultiplicationShape | None]:
+    """Why a checked call takes the PyTorch path (None: kernels take it), and the problem that they solve or would solve."""
     if z.numel() == 0:
         return routing.EMPTY, None
     here = routing.hardware(z.device)
@@ -51,17 +63,24 @@ def decide(
         shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
     except InvalidInput as error:
         return here.reason or str(error), None
+    if z.dtype != dtype:
+        return here.reason or f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
     return here.reason or unsupported(shape), shape
 
 
-def unsupported(shape: TriangleMultiplicationShape) -> str:
-    """Why no kernel serves the shape on a device that runs kernels."""
-    return NO_KERNELS
+def unsupported(shape: TriangleMultiplicationShape) -> str | None:
+    """Why the registered templates do not serve the shape on a device that runs kernels; None if they do."""
+    for family in families(shape):
+        op, _, direction = family.partition("/")
+        served = [template.supports(shape) for template in registry.templates(op, direction)]
+        if not any(able for able, _ in served):
+            return "; ".join(reason for _, reason in served) or f"no template of {family} is registered"
+    return None
 
 
 def inspect_call(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str = "outgoing"
-) -> tuple[str, TriangleMultiplicationShape | None]:
+) -> tuple[str | None, TriangleMultiplicationShape | None]:
     """What `decide` says of a call by the tensors that matter for it, of any rank, under autocast as it is.
 
     Raises:

@@ -5,7 +5,8 @@
       -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved; the rest is rebuilt in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-No kernels exist for this operation yet: every call takes the PyTorch path of `multiplication_fallback`.
+On a Hopper GPU and with bf16 activations the forward is three kernels (`multiplication_launch`); the backward, and every other
+call, takes the PyTorch path of `multiplication_fallback`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from tpf_jit.errors import InvalidInput, NotDifferentiable
 from tpf_jit.ops import multiplication_checks as checks
 from tpf_jit.ops import multiplication_fallback as fallback
-from tpf_jit.ops import multiplication_routing, routing
+from tpf_jit.ops import multiplication_launch, multiplication_routing, routing
 from tpf_jit.ops.multiplication_fallback import Rule
 from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype
 
@@ -131,17 +132,31 @@ def _split(arguments: tuple) -> tuple[Weights, Tensor | None, Rule, tuple]:
     return Weights(*arguments[:_COUNT]), arguments[_COUNT], Rule(*arguments[_COUNT + 1 : _COUNT + 4]), arguments[_COUNT + 4 :]
 
 
-def _warn(z: Tensor, mask: Tensor | None, weights: Weights, rule: Rule) -> None:
-    reason, _ = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
+def _find(
+    z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule
+) -> multiplication_launch.Kernels | None:
+    """The kernels of a call, or None after a warning that says why it takes the PyTorch path."""
+    reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
+    if reason is None and residual is not None and residual.dtype != z.dtype:
+        reason = f"the residual is {residual.dtype}, and kernels take {z.dtype} like z"
+    if reason is None:
+        found = multiplication_launch.find(shape, weights, residual, z.device)
+        if not isinstance(found, str):
+            return found
+        reason = found
     routing.warn_once(reason, "triangle_multiplication")
+    return None
 
 
 def _forward(z, mask, *arguments):
     """The forward operator: the update, and with `keep` the contraction (else empty). `recompute` is for autograd."""
     weights, residual, rule, (keep, *_) = _split(arguments)
     _check_canonical(z, mask, weights, residual, rule)
-    _warn(z, mask, weights, rule)
-    return fallback.forward(z, mask, weights, residual, rule, keep)
+    found = _find(z, mask, weights, residual, rule)
+    if found is None:
+        return fallback.forward(z, mask, weights, residual, rule, keep)
+    out, x = multiplication_launch.forward(found, z, mask, weights, residual, rule.eps)
+    return out, x if keep else x.new_empty(0)
 
 
 def _forward_fake(z, mask, *arguments):
@@ -150,7 +165,8 @@ def _forward_fake(z, mask, *arguments):
     batch, crop, _, _ = z.shape
     out = torch.empty(z.shape, dtype=fallback.result_dtype(rule.dtype, residual), device=z.device)
     stored = z.dtype if z.dtype == torch.float64 else contraction_dtype(rule.dtype)
-    return out, torch.empty((batch, weights.hidden, crop, crop) if keep else 0, dtype=stored, device=z.device)
+    x = fallback.contraction_empty(batch, weights.hidden, crop, stored, z.device) if keep else z.new_empty(0, dtype=stored)
+    return out, x
 
 
 def _inplace(z, mask, *arguments):
@@ -158,8 +174,11 @@ def _inplace(z, mask, *arguments):
     weights, residual, rule, _ = _split(arguments)
     _check_canonical(z, mask, weights, residual, rule)
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
-    _warn(z, mask, weights, rule)
-    fallback.forward(z, mask, weights, residual, rule, False, out=z)
+    found = _find(z, mask, weights, residual, rule)
+    if found is None:
+        fallback.forward(z, mask, weights, residual, rule, False, out=z)
+    else:
+        multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, out=z)
 
 
 def _inplace_fake(z, mask, *arguments):

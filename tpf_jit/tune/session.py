@@ -44,7 +44,8 @@ class TuneOptions:
         objects: object cache to use (`tpf_jit.cache.ObjectStore`).
         make_pool: makes the compile pool; `tpf_jit.pool.CompilePool` when left out.
         make_measurer: `(template, shape) -> Measurer`, in place of the CUDA one.
-        isolate: measure in a child process, so that a kernel which hangs or crashes costs one trial only; else in this one.
+        isolate: measure in a child process, so that a kernel which hangs or crashes costs one trial only; else in this one. Off
+            by default until it has been seen to give the same figures on a GPU (tests/gpu/test_isolated.py).
     """
 
     template: Any = None
@@ -58,7 +59,7 @@ class TuneOptions:
     objects: Any = None
     make_pool: Callable[[], Any] | None = None
     make_measurer: Callable[[Any, Any], Any] | None = None
-    isolate: bool = True
+    isolate: bool = False
 
 
 class Session:

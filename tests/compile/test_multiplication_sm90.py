@@ -1,0 +1,72 @@
+"""The kernels of the triangle multiplicative update compile for sm_90a, on any machine, into the code their design promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpf_jit.compiler import KernelSpec, compile_kernel
+from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates.registry import get
+
+FRONT, BACK = (get(f"triangle_multiplication_{name}_sm90") for name in ("front", "back"))
+CONTRACTIONS = {name: get(f"triangle_multiplication_contraction_{name}_sm90") for name in ("outgoing", "incoming")}
+# (C, D): the usual, both wide enough to leave one stage, unlike ones with an odd step, the narrowest.
+WIDTHS = [(128, 128), (256, 256), (96, 160), (32, 32)]
+
+
+def resources_of(template, shape: TriangleMultiplicationShape, **flags: bool) -> dict:
+    config = template.default(shape)
+    resources = compile_kernel(KernelSpec.make(template, shape, config, **flags)).resources
+    assert resources["spill_bytes"] == 0, resources
+    # C75xx: wgmma serialised, a wait injected, or setmaxnreg dropped.
+    assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], resources["ptxas_notes"]
+    assert resources["utmaldg"] > 0 and resources["utmastg"] > 0
+    estimate = template.resources(shape, config)
+    assert resources["threads"] == estimate.threads
+    assert estimate.smem_bytes - 8192 <= resources["smem_bytes"] <= estimate.smem_bytes
+    return resources
+
+
+@pytest.mark.parametrize("channels, hidden", WIDTHS)
+@pytest.mark.parametrize("mask, bias", [("none", False), ("bool", True)])
+def test_front(channels: int, hidden: int, mask: str, bias: bool) -> None:
+    shape = TriangleMultiplicationShape(384, channels, hidden, mask=mask)
+    # Values and gates, over all channels of z.
+    assert resources_of(FRONT, shape, bias=bias)["hgmma"] == 2 * channels // 16
+
+
+@pytest.mark.parametrize("channels, hidden", WIDTHS)
+@pytest.mark.parametrize("bias, residual", [(False, False), (True, True)])
+def test_back(channels: int, hidden: int, bias: bool, residual: bool) -> None:
+    shape = TriangleMultiplicationShape(384, channels, hidden)
+    assert resources_of(BACK, shape, bias=bias, residual=residual)["hgmma"] == (channels + hidden) // 16
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("crop", [64, 384])
+def test_contraction(crop: int, direction: str) -> None:
+    template, shape = CONTRACTIONS[direction], TriangleMultiplicationShape(crop, direction=direction)
+    resources = resources_of(template, shape)
+    assert resources["hgmma"] == template.default(shape).tile_k // 16 and resources["setmaxnreg"] == 2
+
+
+def test_a_legal_default_for_every_width() -> None:
+    for channels in range(32, 513, 32):
+        for hidden in range(32, 513, 32):
+            for mask in ("none", "float"):
+                shape = TriangleMultiplicationShape(100, channels, hidden, mask=mask)
+                for template in (FRONT, BACK, CONTRACTIONS["outgoing"]):
+                    space, default = template.space(shape), template.default(shape)
+                    assert template.check(shape, default) is None and len(set(space)) == len(space)
+                    assert all(template.check(shape, config) is None for config in space)
+
+
+def test_rejections_name_the_limit() -> None:
+    shape = TriangleMultiplicationShape(384, 96, 160)
+    assert "tile_k=64" in FRONT.check(shape, FRONT.Config(tile_k=64))
+    assert "shared memory" in FRONT.check(TriangleMultiplicationShape(384, 512, 512), FRONT.Config(128, 2, 64))
+    assert "tile_c=64" in BACK.check(shape, BACK.Config(tile_c=64, tile_k=32))
+    outgoing = CONTRACTIONS["outgoing"]
+    assert "registers" in outgoing.check(shape, outgoing.Config(tile_n=256, consumer_warpgroups=3))
+    assert CONTRACTIONS["incoming"].supports(shape) == (False, "the kernel contracts incoming edges, not outgoing")
+    assert "float16" in FRONT.supports(TriangleMultiplicationShape(384, dtype="float16"))[1]

@@ -1,0 +1,98 @@
+"""The triangle multiplicative update on a Hopper GPU: stages and operator against float64, their bits, in place, in graphs."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import tpf_jit
+from tpf_jit import kernels
+from tpf_jit.errors import FallbackWarning
+from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates import registry
+from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES
+from tpf_jit.templates.triangle_multiplication.workload import (
+    BackWorkload,
+    ContractionWorkload,
+    FrontWorkload,
+    OperatorWorkload,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SHAPES = [
+    dict(crop=128), dict(crop=100, mask="bool"), dict(crop=65, channels=64, direction="incoming", batch=2, mask="bool"),
+    dict(crop=33, channels=96, hidden=160), dict(crop=200, channels=256, direction="incoming"), dict(crop=7, channels=32),
+    dict(crop=1), dict(crop=130, hidden=256, mask="float"), dict(crop=40, channels=512, hidden=512), dict(crop=769),
+]  # fmt: skip
+shapes = pytest.mark.parametrize("fields", SHAPES, ids=lambda fields: "-".join(map(str, fields.values())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead():
+    """The usual kernels, compiled on all cores at once instead of one by one."""
+    tpf_jit.compile([TriangleMultiplicationShape(**fields) for fields in SHAPES])
+
+
+def agree(workload, function) -> None:
+    data = workload.make_inputs(0)
+    found = {name: x.clone() for name, x in workload.run(function, data).items()}
+    errors, allowed = workload.errors(found, workload.reference(data)), workload.bounds()
+    assert all(errors[name] <= allowed[name] for name in allowed), (errors, allowed)
+    for _ in range(3):
+        again = workload.run(function, data)
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+@shapes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "biases"])
+def test_stages(fields: dict, family: str, more: bool) -> None:
+    shape = TriangleMultiplicationShape(**fields)
+    contraction = f"contraction_{shape.direction}"
+    options = dict(family=family, projection_biases=more)
+    for workload, direction, flags in (
+        (FrontWorkload(shape, DEVICE, **options), "front", (("bias", more),)),
+        (ContractionWorkload(shape, DEVICE, **options), contraction, ()),
+        (BackWorkload(shape, DEVICE, with_residual=more, **options), "back", (("bias", more), ("residual", more))),
+    ):
+        agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
+
+
+@pytest.mark.parametrize("name", ["front", "contraction_outgoing", "back"])
+def test_every_configuration(name: str) -> None:
+    template, shape = registry.get(f"triangle_multiplication_{name}_sm90"), TriangleMultiplicationShape(100, mask="bool")
+    workload = template.workload(shape, DEVICE)
+    for config in template.space(shape):
+        agree(workload, kernels.get_kernel(template.name, shape, (), config).function)
+
+
+@shapes
+def test_operator(fields: dict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        agree(OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE), tpf_jit.triangle_multiplication)
+
+
+def test_in_place_and_residual() -> None:
+    x = OperatorWorkload(TriangleMultiplicationShape(100), DEVICE, training=False).make_inputs(0)
+    want = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
+    z = x.z.clone()
+    assert tpf_jit.triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
+    assert torch.equal(z, want)
+
+
+def test_a_cuda_graph_replays_the_call() -> None:
+    workload = OperatorWorkload(TriangleMultiplicationShape(64), DEVICE, training=False)
+    x, fresh = workload.make_inputs(0), workload.make_inputs(1)
+    tpf_jit.warmup(workload.shape)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights)
+    x.z.copy_(fresh.z)
+    graph.replay()
+    with torch.no_grad():
+        assert torch.equal(out, tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights))
