@@ -6,14 +6,16 @@ Import-light: the registry reads `TEMPLATES` without torch and without the compi
 
 from tpf_jit.templates.triangle_multiplication.config import (
     TriangleMultiplicationBack,
-    TriangleMultiplicationContractionIncoming,
-    TriangleMultiplicationContractionOutgoing,
     TriangleMultiplicationFront,
+    TriangleMultiplicationProductNN,
+    TriangleMultiplicationProductNT,
+    TriangleMultiplicationProductTN,
 )
 
 TEMPLATES = (
     TriangleMultiplicationFront,
-    TriangleMultiplicationContractionOutgoing,
-    TriangleMultiplicationContractionIncoming,
+    TriangleMultiplicationProductNT,
+    TriangleMultiplicationProductTN,
+    TriangleMultiplicationProductNN,
     TriangleMultiplicationBack,
 )

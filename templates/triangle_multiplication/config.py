@@ -1,6 +1,6 @@
 """The templates of the triangle multiplicative update: parameters, the rules between them, defaults. No torch, no compiler.
 
-front -> contraction -> back, see layout.py. The device code is in {front,contraction,back}_sm90.py.
+front -> product -> back, see layout.py. The device code is in {front,product,back}_sm90.py.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class TriangleMultiplicationBack(_MultiplicationTemplate):
 
 
 @dataclass(frozen=True)
-class ContractionConfig:
-    """Launch choices of the contraction kernel."""
+class ProductConfig:
+    """Launch choices of the product kernels."""
 
     tile_n: int = 256
     """Columns of one task."""
@@ -249,31 +249,23 @@ class ContractionConfig:
     """CTAs that share an SM."""
 
 
-class TriangleMultiplicationContraction(_MultiplicationTemplate):
-    """One matrix product a channel: see contraction_sm90.py."""
+class _Product(_MultiplicationTemplate):
+    """One matrix product a channel: see product_sm90.py."""
 
-    Config = ContractionConfig
-
-    def supports(self, shape: Any) -> tuple[bool, str]:
-        if shape.direction != self._direction():
-            return False, f"the kernel contracts {self._direction()} edges, not {shape.direction}"
-        return super().supports(shape)
+    Config = ProductConfig
 
     def variant(self, shape: Any) -> dict[str, Any]:
-        return {"dtype": shape.dtype, "direction": self._direction()}
+        return {"dtype": shape.dtype, "product": self.direction.removeprefix("product_")}
 
-    def _direction(self) -> str:
-        return self.direction.removeprefix("contraction_")
-
-    def registers_needed(self, config: ContractionConfig) -> int:
+    def registers_needed(self, config: ProductConfig) -> int:
         """Sums (tile_n/2), and 40 for the rest."""
         return config.tile_n // 2 + 40
 
-    def shared_bytes(self, config: ContractionConfig) -> int:
+    def shared_bytes(self, config: ProductConfig) -> int:
         stage = 2 * config.tile_k * (64 * config.consumer_warpgroups + config.tile_n)
         return 2048 + config.stages * stage + config.consumer_warpgroups * 8192
 
-    def check(self, shape: Any, config: ContractionConfig) -> str | None:
+    def check(self, shape: Any, config: ProductConfig) -> str | None:
         for name, allowed in (
             ("tile_n", (128, 192, 256)), ("consumer_warpgroups", (1, 2, 3)), ("tile_k", (32, 64, 128)),
             ("stages", range(2, 9)), ("ctas_per_sm", (1,)),
@@ -287,7 +279,7 @@ class TriangleMultiplicationContraction(_MultiplicationTemplate):
             return f"needs {self.shared_bytes(config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
         return None
 
-    def space(self, shape: Any) -> list[ContractionConfig]:
+    def space(self, shape: Any) -> list[ProductConfig]:
         found = []
         for warpgroups in (1, 2, 3):
             for tile_n in (128, 192, 256):  # at 64, ptxas serialises the products
@@ -295,17 +287,17 @@ class TriangleMultiplicationContraction(_MultiplicationTemplate):
                     continue
                 for tile_k in (64, 128):
                     for stages in (6, 5, 4, 3, 2):
-                        config = ContractionConfig(tile_n, warpgroups, tile_k, stages)
+                        config = ProductConfig(tile_n, warpgroups, tile_k, stages)
                         if self.check(shape, config) is None:
                             found.append(config)
                             break
         return found
 
-    def default(self, shape: Any) -> ContractionConfig:
+    def default(self, shape: Any) -> ProductConfig:
         """128 by 128, from a crop of 512 on 128 by 256: within a few percent of the fastest on an H200; always legal."""
-        return ContractionConfig(128, stages=6) if shape.crop < 512 else ContractionConfig()
+        return ProductConfig(128, stages=6) if shape.crop < 512 else ProductConfig()
 
-    def resources(self, shape: Any, config: ContractionConfig) -> Resources:
+    def resources(self, shape: Any, config: ProductConfig) -> Resources:
         return Resources(
             threads=128 * (config.consumer_warpgroups + 1),
             smem_bytes=self.shared_bytes(config),
@@ -313,26 +305,33 @@ class TriangleMultiplicationContraction(_MultiplicationTemplate):
             ctas_per_sm=1,
         )
 
-    def build(self, variant: Mapping[str, Any], config: ContractionConfig, options: str) -> Any:
-        from tpf_jit.templates.triangle_multiplication import contraction_sm90
+    def build(self, variant: Mapping[str, Any], config: ProductConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import product_sm90
 
-        return contraction_sm90.build(variant, config, register_split(config), options)
+        return product_sm90.build(variant, config, register_split(config), options)
 
     def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
-        from tpf_jit.templates.triangle_multiplication.workload import ContractionWorkload
+        from tpf_jit.templates.triangle_multiplication.workload import ProductWorkload
 
-        return ContractionWorkload(shape, device, seed, family)
-
-
-class TriangleMultiplicationContractionOutgoing(TriangleMultiplicationContraction):
-    """x[i, j] = sum_k a[i, k] b[j, k]."""
-
-    name = "triangle_multiplication_contraction_outgoing_sm90"
-    direction = "contraction_outgoing"
+        return ProductWorkload(shape, device, seed, family, product=self.direction.removeprefix("product_"))
 
 
-class TriangleMultiplicationContractionIncoming(TriangleMultiplicationContraction):
-    """x[i, j] = sum_k a[k, i] b[k, j]."""
+class TriangleMultiplicationProductNT(_Product):
+    """out[i, j] = sum_k left[i, k] right[j, k]: the outgoing contraction; incoming, the gradient of a."""
 
-    name = "triangle_multiplication_contraction_incoming_sm90"
-    direction = "contraction_incoming"
+    name = "triangle_multiplication_product_nt_sm90"
+    direction = "product_nt"
+
+
+class TriangleMultiplicationProductTN(_Product):
+    """out[i, j] = sum_k left[k, i] right[k, j]: the incoming contraction; outgoing, the gradient of b."""
+
+    name = "triangle_multiplication_product_tn_sm90"
+    direction = "product_tn"
+
+
+class TriangleMultiplicationProductNN(_Product):
+    """out[i, j] = sum_k left[i, k] right[k, j]: outgoing, the gradient of a; incoming, that of b."""
+
+    name = "triangle_multiplication_product_nn_sm90"
+    direction = "product_nn"

@@ -4,8 +4,11 @@ Three stages make a forward pass. N is the crop, C the channels of z, D the hidd
 
     front(z, mask, norm_weight, norm_bias, p_weight, p_bias, g_weight, g_bias, factors, eps, num_ctas)
         zn = LN(z);  factors[b, s, d, i, k] = mask * sigmoid(zn g_weight^T + g_bias) * (zn p_weight^T + p_bias)
-    contraction_outgoing(factors, x, num_ctas)      x[b, d, i, j] = sum_k factors[b, 0, d, i, k] * factors[b, 1, d, j, k]
-    contraction_incoming(factors, x, num_ctas)      x[b, d, i, j] = sum_k factors[b, 0, d, k, i] * factors[b, 1, d, k, j]
+    product_nt(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, j, k]
+    product_tn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, k, i] * right[b, d, k, j]
+    product_nn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, k, j]
+        the contraction: outgoing nt(a, b, x), incoming tn(a, b, x); its gradients: outgoing da = nn(dx, b), db = tn(dx, a),
+        incoming da = nt(b, dx), db = nn(a, dx)
     back(z, x, norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias, p_weight, p_bias, g_weight, g_bias, residual, out,
          eps, num_ctas)
         out = [residual +] sigmoid(LN(z) g_weight^T + g_bias) * (LN(x) p_weight^T + p_bias)
@@ -16,6 +19,7 @@ Three stages make a forward pass. N is the crop, C the channels of z, D the hidd
     mask                     None, or float32 (B, N, N) contiguous
     factors                  (B, 2, D, N, P) contiguous, z's dtype: a is factors[:, 0], b is factors[:, 1], channel-major, so that
                              the contraction is B * D matrix products. Columns from N on are zero: front writes them
+    left, right, out         (B, D, N, P), unit stride along P, other strides multiples of 8: x, dx, or a half of factors
     x                        (B, D, N, P) contiguous, bfloat16 for bf16 z, else float32 (sums over N leave fp16's range). What
                              columns from N on hold is never used
     norm_*                   float32 (C,) for z, (D,) for x; never None
@@ -36,6 +40,8 @@ from torch import Tensor
 OPERAND_ALIGN = 8
 """Strides of 16-bit operands are multiples of this many elements: 16 bytes."""
 ALIGN_BYTES = 16
+CONTRACTIONS = {"outgoing": "nt", "incoming": "tn"}
+"""The product that is the contraction of a direction."""
 
 
 class Weights(NamedTuple):

@@ -1,6 +1,6 @@
 """The triangle multiplicative update as workloads: what the tuner, the tests and the benchmarks run and check.
 
-One workload for each stage of `layout` (`FrontWorkload`, `ContractionWorkload`, `BackWorkload`), and `OperatorWorkload` for the
+One workload for each stage of `layout` (`FrontWorkload`, `ProductWorkload`, `BackWorkload`), and `OperatorWorkload` for the
 whole: any callable with the arguments of `tpf_jit.triangle_multiplication`, forward and backward. Outputs of stages are filled
 with NaN before a checked run, so an element that a kernel leaves out cannot pass.
 """
@@ -152,14 +152,23 @@ class FrontWorkload(_StageWorkload):
         return lambda: kernel_fn(*arguments), output
 
 
-class ContractionWorkload(_StageWorkload):
-    """The batched product over channels. Inputs are factors as a front kernel leaves them; output `x` `(B, D, N, N)`."""
+class ProductWorkload(_StageWorkload):
+    """The batched products over channels. Inputs are factors as a front kernel leaves them; output `out` `(B, D, N, N)`.
 
-    output = "x"
+    Args:
+        product: "nt", "tn" or "nn", see `layout`; by default the contraction of the shape's direction.
+        The rest as for every stage.
+    """
+
+    output = "out"
+
+    def __init__(self, *arguments: Any, product: str | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.product = product or layout.CONTRACTIONS[self.shape.direction]
 
     @property
     def bytes_per_set(self) -> int:
-        """Bytes of the factors and of x."""
+        """Bytes of the factors and of the product."""
         kept = layout.contraction_dtype(getattr(torch, self.shape.dtype)).itemsize
         return self._padded_pairs() * self.shape.hidden * (2 * self._element() + kept)
 
@@ -175,19 +184,20 @@ class ContractionWorkload(_StageWorkload):
         return {name: x[..., : self.shape.crop] for name, x in super().run(kernel_fn, inputs).items()}
 
     def reference(self, inputs: Tensor) -> dict[str, Tensor]:
-        """`x` in float64."""
-        return {"x": reference.contract(inputs[..., : self.shape.crop].double(), self.shape.direction)}
+        """`out` in float64."""
+        left, right = inputs[..., : self.shape.crop].double().unbind(1)
+        return {"out": (left.mT if self.product == "tn" else left) @ (right.mT if self.product == "nt" else right)}
 
     def bounds(self) -> dict[str, float]:
         """Largest accepted error: one rounding (of values that crowd the lower end of a binade, perhaps), none in float32."""
         roundings = 0.0 if self.shape.dtype == "float16" else 1.5
-        return {"x": self._bound(roundings, self._pairs() * self.shape.hidden)}
+        return {"out": self._bound(roundings, self._pairs() * self.shape.hidden)}
 
     def _bind(self, kernel_fn: Callable[..., object], inputs: Tensor) -> tuple[Callable[[], None], Tensor]:
         batch, _, hidden, crop, pitch = inputs.shape
         dtype = layout.contraction_dtype(inputs.dtype)
         output = torch.empty((batch, hidden, crop, pitch), dtype=dtype, device=inputs.device)
-        return lambda: kernel_fn(inputs, output, self.num_ctas), output
+        return lambda: kernel_fn(inputs[:, 0], inputs[:, 1], output, self.num_ctas), output
 
 
 class BackWorkload(_StageWorkload):

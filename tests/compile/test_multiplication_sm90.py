@@ -9,7 +9,7 @@ from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates.registry import get
 
 FRONT, BACK = (get(f"triangle_multiplication_{name}_sm90") for name in ("front", "back"))
-CONTRACTIONS = {name: get(f"triangle_multiplication_contraction_{name}_sm90") for name in ("outgoing", "incoming")}
+PRODUCTS = {name: get(f"triangle_multiplication_product_{name}_sm90") for name in ("nt", "tn", "nn")}
 # (C, D): the usual, both wide enough to leave one stage, unlike ones with an odd step, the narrowest.
 WIDTHS = [(128, 128), (256, 256), (96, 160), (32, 32)]
 
@@ -42,10 +42,10 @@ def test_back(channels: int, hidden: int, bias: bool, residual: bool) -> None:
     assert resources_of(BACK, shape, bias=bias, residual=residual)["hgmma"] == (channels + hidden) // 16
 
 
-@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-@pytest.mark.parametrize("crop", [64, 384])
-def test_contraction(crop: int, direction: str) -> None:
-    template, shape = CONTRACTIONS[direction], TriangleMultiplicationShape(crop, direction=direction)
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("crop", [64, 768])
+def test_products(crop: int, product: str) -> None:
+    template, shape = PRODUCTS[product], TriangleMultiplicationShape(crop)
     resources = resources_of(template, shape)
     assert resources["hgmma"] == template.default(shape).tile_k // 16 and resources["setmaxnreg"] == 2
 
@@ -55,7 +55,7 @@ def test_a_legal_default_for_every_width() -> None:
         for hidden in range(32, 513, 32):
             for mask in ("none", "float"):
                 shape = TriangleMultiplicationShape(100, channels, hidden, mask=mask)
-                for template in (FRONT, BACK, CONTRACTIONS["outgoing"]):
+                for template in (FRONT, BACK, PRODUCTS["nt"]):
                     space, default = template.space(shape), template.default(shape)
                     assert template.check(shape, default) is None and len(set(space)) == len(space)
                     assert all(template.check(shape, config) is None for config in space)
@@ -66,7 +66,6 @@ def test_rejections_name_the_limit() -> None:
     assert "tile_k=64" in FRONT.check(shape, FRONT.Config(tile_k=64))
     assert "shared memory" in FRONT.check(TriangleMultiplicationShape(384, 512, 512), FRONT.Config(128, 2, 64))
     assert "tile_c=64" in BACK.check(shape, BACK.Config(tile_c=64, tile_k=32))
-    outgoing = CONTRACTIONS["outgoing"]
-    assert "registers" in outgoing.check(shape, outgoing.Config(tile_n=256, consumer_warpgroups=3))
-    assert CONTRACTIONS["incoming"].supports(shape) == (False, "the kernel contracts incoming edges, not outgoing")
+    product = PRODUCTS["nt"]
+    assert "registers" in product.check(shape, product.Config(tile_n=256, consumer_warpgroups=3))
     assert "float16" in FRONT.supports(TriangleMultiplicationShape(384, dtype="float16"))[1]

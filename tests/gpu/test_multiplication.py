@@ -15,9 +15,9 @@ from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES
 from tpf_jit.templates.triangle_multiplication.workload import (
     BackWorkload,
-    ContractionWorkload,
     FrontWorkload,
     OperatorWorkload,
+    ProductWorkload,
 )
 
 pytestmark = pytest.mark.gpu
@@ -52,17 +52,16 @@ def agree(workload, function) -> None:
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "biases"])
 def test_stages(fields: dict, family: str, more: bool) -> None:
     shape = TriangleMultiplicationShape(**fields)
-    contraction = f"contraction_{shape.direction}"
     options = dict(family=family, projection_biases=more)
     for workload, direction, flags in (
         (FrontWorkload(shape, DEVICE, **options), "front", (("bias", more),)),
-        (ContractionWorkload(shape, DEVICE, **options), contraction, ()),
+        *((ProductWorkload(shape, DEVICE, product=name, **options), f"product_{name}", ()) for name in ("nt", "tn", "nn")),
         (BackWorkload(shape, DEVICE, with_residual=more, **options), "back", (("bias", more), ("residual", more))),
     ):
         agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
 
 
-@pytest.mark.parametrize("name", ["front", "contraction_outgoing", "back"])
+@pytest.mark.parametrize("name", ["front", "product_nt", "product_tn", "product_nn", "back"])
 def test_every_configuration(name: str) -> None:
     template, shape = registry.get(f"triangle_multiplication_{name}_sm90"), TriangleMultiplicationShape(100, mask="bool")
     workload = template.workload(shape, DEVICE)

@@ -33,21 +33,25 @@ def front(z, mask, norm_weight, norm_bias, p_weight, p_bias, g_weight, g_bias, f
     factors[..., :crop] = both.permute(0, 3, 1, 2).unflatten(1, (2, hidden))
 
 
-def contraction_outgoing(factors, x, num_ctas) -> None:
-    a, b = factors.float().unbind(1)
-    _store(x, a @ b.mT)
+def product_nt(left, right, out, num_ctas) -> None:
+    _store(out, left, right, left.float() @ right.float().mT)
 
 
-def contraction_incoming(factors, x, num_ctas) -> None:
-    crop = factors.shape[3]
-    a, b = factors[..., :crop].float().unbind(1)
-    _store(x, a.mT @ b)
+def product_tn(left, right, out, num_ctas) -> None:
+    _store(out, left, right, left.float().mT @ right.float())
 
 
-def _store(x: Tensor, found: Tensor) -> None:
-    crop = x.shape[2]
-    assert x.is_contiguous() and x.shape[3] == padded(crop)
-    x[..., :crop] = found[..., :crop]
+def product_nn(left, right, out, num_ctas) -> None:
+    crop = left.shape[2]
+    _store(out, left, right, left[..., :crop].float() @ right.float())
+
+
+def _store(out: Tensor, left: Tensor, right: Tensor, found: Tensor) -> None:
+    batch, hidden, crop, pitch = out.shape
+    assert pitch == padded(crop) and left.shape == right.shape == out.shape and left.dtype == right.dtype
+    for x in (left, right, out):
+        assert x.stride(3) == 1 and all(step % 8 == 0 for step in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    out[..., :crop] = found[..., :crop, :crop]
 
 
 def back(

@@ -19,9 +19,9 @@ from tpf_jit.templates.triangle_multiplication.inputs import Inputs, make_inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 from tpf_jit.templates.triangle_multiplication.workload import (
     BackWorkload,
-    ContractionWorkload,
     FrontWorkload,
     OperatorWorkload,
+    ProductWorkload,
 )
 
 Shape = TriangleMultiplicationShape
@@ -190,10 +190,11 @@ def test_rows_of_factors_are_whole_16_bytes() -> None:
 
 
 def stages(shape: Shape, **options) -> list[tuple]:
-    contraction = getattr(emulation, f"contraction_{shape.direction}")
+    contraction = getattr(emulation, f"product_{layout.CONTRACTIONS[shape.direction]}")
     return [
         (FrontWorkload(shape, "cpu", **options), emulation.front),
-        (ContractionWorkload(shape, "cpu", **options), contraction),
+        (ProductWorkload(shape, "cpu", **options), contraction),
+        (ProductWorkload(shape, "cpu", product="nn", **options), emulation.product_nn),
         (BackWorkload(shape, "cpu", **options), emulation.back),
         (BackWorkload(shape, "cpu", with_residual=True, **options), emulation.back),
         (OperatorWorkload(shape, "cpu", **options), emulation.operator),
@@ -227,11 +228,11 @@ BREAKS = {
 @pytest.mark.parametrize("how", BREAKS)
 def test_wrong_kernels_are_not(how: str) -> None:
     shape = Shape(18, 32, 64, "incoming", mask="bool")
-    for workload, kernel in stages(shape)[:4]:
+    for workload, kernel in stages(shape)[:5]:
 
         def broken(*arguments, kernel=kernel) -> None:
             kernel(*arguments)
-            output = {emulation.front: 8, emulation.back: 11}.get(kernel, 1)
+            output = {emulation.front: 8, emulation.back: 11}.get(kernel, 2)
             BREAKS[how](arguments[output])
 
         data = workload.make_inputs(0)
@@ -241,9 +242,9 @@ def test_wrong_kernels_are_not(how: str) -> None:
 
 def test_a_wrong_direction_is_noticed() -> None:
     shape = Shape(18, 32, direction="outgoing")
-    workload = ContractionWorkload(shape, "cpu")
+    workload = ProductWorkload(shape, "cpu")
     data = workload.make_inputs(0)
-    assert workload.errors(workload.run(emulation.contraction_incoming, data), workload.reference(data))["x"] > 0.5
+    assert workload.errors(workload.run(emulation.product_tn, data), workload.reference(data))["out"] > 0.5
     whole = OperatorWorkload(shape, "cpu")
     data = whole.make_inputs(0)
     wrong = whole.run(lambda z, direction, mask, **named: emulation.operator(z, "incoming", mask, **named), data)
@@ -284,7 +285,7 @@ def test_the_stages_make_the_whole() -> None:
     factors, contraction = layout.factors_empty(x.z, 64), layout.contraction_empty(x.z, 64)
     out = torch.empty_like(x.z)
     emulation.front(*operands.front(factors), 1e-5, 1)
-    emulation.contraction_incoming(factors, contraction, 1)
+    emulation.product_tn(factors[:, 0], factors[:, 1], contraction, 1)
     emulation.back(*operands.back(contraction, None, out), 1e-5, 1)
     workload = OperatorWorkload(shape, "cpu", training=False, projection_biases=True)
     assert workload.errors({"out": out}, workload.reference(x))["out"] <= workload.bounds()["out"]

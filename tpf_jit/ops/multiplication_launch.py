@@ -65,7 +65,7 @@ def forward(
         factors = layout.factors_empty(operands.z, hidden)
         found.front.function(*operands.front(factors), eps, found.front.num_ctas)
         x = layout.contraction_empty(operands.z, hidden)
-        found.contraction.function(factors, x, found.contraction.num_ctas)
+        found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
         del factors
         target = torch.empty(z.shape, dtype=z.dtype, device=z.device) if out is None else layout.pair_operand(out)
         if residual is not None:

@@ -10,6 +10,7 @@ from tpf_jit.ops import multiplication_checks as checks
 from tpf_jit.ops import plans, routing
 from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
 from tpf_jit.templates import registry
+from tpf_jit.templates.triangle_multiplication import layout
 
 FRONT = "triangle_multiplication/front"
 BACK = "triangle_multiplication/back"
@@ -17,7 +18,7 @@ BACK = "triangle_multiplication/back"
 
 def contraction(direction: str) -> str:
     """The family that contracts edges of a direction."""
-    return f"triangle_multiplication/contraction_{direction}"
+    return f"triangle_multiplication/product_{layout.CONTRACTIONS[direction]}"
 
 
 def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str]:

@@ -1,22 +1,23 @@
-"""Triangle multiplicative update, contraction, for sm_90a: one matrix product for every channel.
+"""Triangle multiplicative update, products, for sm_90a: one N x N x N matrix product for every channel.
 
-    outgoing   x[b, d, i, j] = sum_k factors[b, 0, d, i, k] * factors[b, 1, d, j, k]
-    incoming   x[b, d, i, j] = sum_k factors[b, 0, d, k, i] * factors[b, 1, d, k, j]
+    nt   out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, j, k]
+    tn   out[b, d, i, j] = sum_k left[b, d, k, i] * right[b, d, k, j]
+    nn   out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, k, j]
 
 Layouts:
-    factors     (B, 2, D, N, P)     bfloat16, zeros in columns from N on
-    x           (B, D, N, P)        bfloat16
+    left, right, out    (B, D, N, P)    bfloat16, unit stride along P. Where columns are summed or become columns of out, those
+                                        from N on must be zero in one operand and finite in the other
 
 A task is 64 * W by tile_n results of one channel; each of W consumer warpgroups owns 64 rows. Tasks of a channel follow each
-other, so that the channels in flight stay in L2. The incoming product reads its operands transposed, as wgmma can for 16-bit
-operands in shared memory. The reduction over k has a fixed order: no split.
+other, so that the channels in flight stay in L2. Operands whose rows are summed are read transposed, as wgmma can for 16-bit
+operands in shared memory. The sum over k has a fixed order: no split.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -38,11 +39,13 @@ ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
 STORED = 64  # columns stored at a time
 
 
-class TriangleMultiplicationContractionSm90:
-    """The contraction kernel of one (variant, config)."""
+class TriangleMultiplicationProductSm90:
+    """The product kernel of one (variant, config)."""
 
     def __init__(self, variant: dict, config, registers: tuple[int, int]):
-        self.dtype, self.outgoing = DTYPES[variant["dtype"]], variant["direction"] == "outgoing"
+        self.dtype = DTYPES[variant["dtype"]]
+        # Whether the sum runs along the rows of left, and along the rows of right.
+        self.left_rows, self.right_rows = {"nt": (False, False), "tn": (True, True), "nn": (False, True)}[variant["product"]]
         self.tile_n, self.tile_k, self.warpgroups = config.tile_n, config.tile_k, config.consumer_warpgroups
         self.stages = config.stages
         self.producer_registers, self.consumer_registers = registers
@@ -51,17 +54,19 @@ class TriangleMultiplicationContractionSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        major = OperandMajorMode.K if self.outgoing else OperandMajorMode.MN
-        order = LayoutEnum.ROW_MAJOR if self.outgoing else LayoutEnum.COL_MAJOR
+        a_major, b_major = (OperandMajorMode.MN if rows else OperandMajorMode.K for rows in (self.left_rows, self.right_rows))
+        a_order, b_order = (
+            LayoutEnum.COL_MAJOR if rows else LayoutEnum.ROW_MAJOR for rows in (self.left_rows, self.right_rows)
+        )
         n, k, w = self.tile_n, self.tile_k, self.warpgroups
         self.mma, self.mma_stored = (
             sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, major, major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns),
+                self.dtype, self.dtype, a_major, b_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns),
             )
             for columns in (n, STORED)
         )
-        self.a_layout = sm90.make_smem_layout_a(order, (ROWS, n, k), self.dtype, self.stages * w)
-        self.b_layout = sm90.make_smem_layout_b(order, (ROWS, n, k), self.dtype, self.stages)
+        self.a_layout = sm90.make_smem_layout_a(a_order, (ROWS, n, k), self.dtype, self.stages * w)
+        self.b_layout = sm90.make_smem_layout_b(b_order, (ROWS, n, k), self.dtype, self.stages)
         self.x_layout = sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, (ROWS, STORED), w)
 
     def _storage(self):
@@ -76,18 +81,16 @@ class TriangleMultiplicationContractionSm90:
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
-    def __call__(self, mFactors: cute.Tensor, mX: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
+    def __call__(self, mLeft: cute.Tensor, mRight: cute.Tensor, mOut: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
         self._setup()
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        batch, hidden, crop, padded = mX.shape[0], mX.shape[1], mX.shape[2], mX.shape[3]
-        f = mFactors
-        # Rows and columns of the product first, then the summed axis, channel, batch.
-        shape, along = (crop, padded, hidden, batch), (f.stride[3], 1, f.stride[2], f.stride[0])
-        if const_expr(not self.outgoing):
-            shape, along = (padded, crop, hidden, batch), (1, f.stride[3], f.stride[2], f.stride[0])
-        a = cute.make_tensor(f.iterator, cute.make_layout(shape, stride=along))
-        b = cute.make_tensor(f.iterator + f.stride[1], cute.make_layout(shape, stride=along))
-        x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+        batch, hidden, crop = mOut.shape[0], mOut.shape[1], mOut.shape[2]
+        # The operand's axis of the result, the summed axis, channel, batch.
+        a, b = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 2, 1, 0] if rows else [2, 3, 1, 0]))
+            for t, rows in ((mLeft, self.left_rows), (mRight, self.right_rows))
+        )
+        x = cute.make_tensor(mOut.iterator, cute.select(mOut.layout, mode=[2, 3, 1, 0]))
         loads = (
             atom(load, a, one_stage(self.a_layout), (ROWS, self.tile_k)),
             atom(load, b, one_stage(self.b_layout), (self.tile_n, self.tile_k)),
@@ -197,8 +200,8 @@ def build(variant: dict, config, registers: tuple[int, int], options: str):
         strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
         return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
-    kernel = TriangleMultiplicationContractionSm90(variant, config, registers)
+    kernel = TriangleMultiplicationProductSm90(variant, config, registers)
     return cute.compile(
-        kernel, tensor((batch, 2, hidden, crop, padded)), tensor((batch, hidden, crop, padded)),
+        kernel, *(tensor((batch, hidden, crop, padded)) for _ in range(3)),
         Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )
