@@ -150,8 +150,8 @@ def compile(
         workers: compile processes for several kernels; one per usable CPU when left out.
 
     Returns:
-        One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has three, which
-        come as a list too. Nothing is loaded yet.
+        One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has several
+        (front, contraction, back with and without a residual), which come as a list too. Nothing is loaded yet.
 
     Raises:
         InvalidInput: no such preset, shape or configuration.
@@ -173,12 +173,12 @@ def warmup(
     """Compile, load and once launch the kernels of all shapes, so that training and graph capture meet none that is cold.
 
     Args:
-        problem: as for `compile`; warms what `triangle_attention` will use for these shapes on the current device.
+        problem: as for `compile`; warms what calls will use for these shapes on the current device.
         residual: the forward of training in place of that of inference.
         workers: compile processes.
         training: also what a training step runs for these shapes: the forward that keeps its roundings (unless
             `residual_compensation` is off) and the backward's kernels. A step whose bias is frozen has a variant of its own,
-            which its first run compiles, as have triangle multiplications with a residual or projection biases.
+            which its first run compiles, as have triangle multiplications with projection biases.
 
     Returns:
         The kernels. Where the current device runs none, a FallbackWarning says why, and the list is empty.
@@ -265,25 +265,26 @@ def _target(arch: str | None) -> str:
 def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> list[kernels.Kernel]:
     """The kernels for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
     if template is None and isinstance(shape, TriangleMultiplicationShape):
-        families = multiplication_routing.families(shape)
         if config is not None or residual:
             name, came = ("config", config) if config is not None else ("residual", True)
-            raise InvalidInput.of(name, came, f"none without template=: {shape.op} has {len(families)} kernels")
-        return [_choose_one(shape, arch, family, None, None) for family in families]
+            raise InvalidInput.of(name, came, f"none without template=: {shape.op} has several kernels")
+        return [_choose_one(shape, arch, *variant) for variant in multiplication_routing.usual_variants(shape)]
     family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"
     if template and residual and family.endswith("/forward"):
         raise InvalidInput.of("template", template, f"one of {family}_training, as residual=True asks for such a kernel")
-    return [_choose_one(shape, arch, family, template, config)]
+    return [_choose_one(shape, arch, family, (), template, config)]
 
 
-def _choose_one(shape: Any, arch: str, family: str, template: str | None, config: Any) -> kernels.Kernel:
+def _choose_one(
+    shape: Any, arch: str, family: str, flags: kernels.Flags, template: str | None = None, config: Any = None
+) -> kernels.Kernel:
     op, _, direction = family.partition("/")
     if not registry.templates(op, direction, arch):
         known = ", ".join(sorted({other.arch for other in registry.templates(op, direction)})) or "none"
         raise NoKernel(f"no template of {family} targets {arch}; there are templates for: {known}")
     owner = registry.get(template) if template else _first_that_serves(shape, op, direction, arch)
     if config is None:
-        kernel = kernels.get_kernel(template or family, shape)
+        kernel = kernels.get_kernel(template or family, shape, flags)
     else:
         if isinstance(config, Mapping):
             try:
@@ -353,10 +354,14 @@ def _launch_once(kernel: kernels.Kernel, device: torch.device) -> None:
     if isinstance(shape, TriangleAttentionShape):
         crop = shape.crop if getattr(kernel.config, "crop", 0) else min(shape.crop, 64)
         shape = replace(shape, batch=1, rows=1, heads=1, crop=crop)
+    elif isinstance(shape, TriangleMultiplicationShape):
+        shape = replace(shape, batch=1, crop=min(shape.crop, 64))
     with torch.cuda.device(device):
         workload = kernel.template.workload(shape, device)
-        for flag in {"residual", "dbias"} & dict(kernel.spec.variant).keys():
-            setattr(workload, flag, dict(kernel.spec.variant)[flag])
+        variant = dict(kernel.spec.variant)
+        for flag, attribute in (("residual", "residual"), ("residual", "with_residual"), ("dbias", "dbias")):
+            if flag in variant and hasattr(workload, attribute):
+                setattr(workload, attribute, variant[flag])
         if hasattr(workload, "configure"):
             workload.configure(kernel.config)
         workload.prepare(kernel.function, workload.make_inputs(0))()

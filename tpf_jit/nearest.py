@@ -21,6 +21,8 @@ from tpf_jit.tuning_db.winner import Winner
 SAME = ("tile_hdim", "dtype", "bias_dtype", "has_mask")
 """What a neighbour must have in common: it decides which code is compiled."""
 _SIZES = ("crop", "heads", "rows", "batch", "head_dim")
+_OF_OPS = {"triangle_multiplication": (("channels", "hidden", "dtype", "has_mask"), ("crop", "batch"))}
+"""(`SAME`, sizes) of operations other than attention."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Index:
 
     def _alike(self, op: str, direction: str, shape: Any, other_mask: bool) -> list[tuple[int, str, str, Any]]:
         """Parsed cells that share everything in `SAME` with the problem, or all but the mask; parsed once a kind of problem."""
-        if not hasattr(type(shape), "parse") or not all(hasattr(shape, name) for name in (*_SIZES, *SAME)):
+        same, sizes = _OF_OPS.get(op, (SAME, _SIZES))
+        if not hasattr(type(shape), "parse") or not all(hasattr(shape, name) for name in (*sizes, *same)):
             return []
         kind = (type(shape), op, direction)
         if kind not in self._shapes:
@@ -97,12 +100,12 @@ def distance(shape: Any, other: Any) -> float:
 
     Heads and rows scale the work of every kernel alike; the rows count relative to the crop, as pair stacks have as many.
     """
-    total = _octaves(shape.crop, other.crop)
+    total = _octaves(shape.crop, other.crop) + 0.125 * _octaves(shape.batch, other.batch)
+    if shape.op in _OF_OPS:
+        return total
     total += 0.25 * _octaves(shape.heads, other.heads)
     total += 0.25 * _octaves(shape.rows * other.crop, other.rows * shape.crop)
-    total += 0.125 * _octaves(shape.batch, other.batch)
-    total += 0.125 * _octaves(shape.head_dim, other.head_dim)
-    return total
+    return total + 0.125 * _octaves(shape.head_dim, other.head_dim)
 
 
 def _octaves(one: int, other: int) -> float:
@@ -110,7 +113,8 @@ def _octaves(one: int, other: int) -> float:
 
 
 def _traits(shape: Any, other_mask: bool = False) -> tuple:
-    traits = {name: getattr(shape, name) for name in SAME}
+    same, _ = _OF_OPS.get(shape.op, (SAME, _SIZES))
+    traits = {name: getattr(shape, name) for name in same}
     if other_mask:
         traits["has_mask"] = not traits["has_mask"]
     return tuple(traits.values())

@@ -117,10 +117,13 @@ def prepare(z: Tensor, mask: Tensor | None, weights: Weights) -> Operands:
 
 def pair_operand(x: Tensor) -> Tensor:
     """z or a residual as kernels read it: itself where its layout complies, else one contiguous copy."""
+    return x if complies(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def complies(x: Tensor) -> bool:
+    """Whether kernels can read or write a pair tensor where it is."""
     plain = x.stride(-1) == 1 and all(step > 0 and step % OPERAND_ALIGN == 0 for step in x.stride()[:-1])
-    if plain and x.data_ptr() % ALIGN_BYTES == 0:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return plain and x.data_ptr() % ALIGN_BYTES == 0
 
 
 def mask_buffer(mask: Tensor | None, z: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import multiplication_emulation
 import pytest
 import torch
 from backward_emulation import EmulatedBackward
@@ -19,7 +20,7 @@ import tpf_jit
 from tpf_jit import api, kernels, resolve
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, InvalidInput, NoKernel, ShapeUnsupported
 from tpf_jit.ops import plans, routing
-from tpf_jit.shape import TriangleAttentionShape, preset
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.config import ForwardConfig
 from tpf_jit.templates.triangle_attention.workload import relative_rms
@@ -373,6 +374,31 @@ def test_warmup_launches_every_kernel_once(cuda_of_cpu, store) -> None:
     assert cuda_of_cpu.last["q"].shape[0:3] == (1, 1, 1)
     api.warmup(SHAPE, residual=True)
     assert cuda_of_cpu.last["residual"] is not None
+
+
+def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, monkeypatch) -> None:
+    seen = []
+
+    def function_of(spec, store=None):
+        def launch(*arguments) -> None:
+            emulated = getattr(multiplication_emulation, kernels.registry.get(spec.template).direction)
+            emulated(*arguments)
+            seen.append((spec.template, arguments[0].shape, arguments[10] is not None if len(arguments) == 14 else None))
+
+        return kernels._functions.setdefault(spec, launch)
+
+    monkeypatch.setattr(kernels, "function_of", function_of)
+    warmed = api.warmup(TriangleMultiplicationShape(2048, 32, 64))
+    assert [kernel.spec.template.removeprefix("triangle_multiplication_") for kernel in warmed] == [
+        "front_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
+    ]
+    assert len(seen) == 4 and [residual for *_, residual in seen[2:]] == [False, True]
+    assert all(max(shape) <= 64 for _, shape, _ in seen)
+    assert len(api.compile(TriangleMultiplicationShape(384))) == 4
+    with pytest.raises(InvalidInput, match="config"):
+        api.compile(TriangleMultiplicationShape(384), config={"tile_n": 64})
+    one = api.compile(TriangleMultiplicationShape(384), template="triangle_multiplication_front_sm90", config={"tile_n": 96})
+    assert one.config.tile_n == 96
 
 
 @pytest.mark.parametrize("mask", ["none", "additive"])

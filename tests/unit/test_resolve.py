@@ -500,3 +500,25 @@ def test_the_real_templates_resolve(private_state: Path, monkeypatch: pytest.Mon
     template = registry.get(found.template_name)
     assert template.check(shape(), found.config) is None
     assert found.source == "default"
+
+
+def test_a_multiplication_borrows_across_crop_direction_and_mask(tmp_path: Path) -> None:
+    from tpf_jit.shape import TriangleMultiplicationShape
+    from tpf_jit.templates import registry
+
+    template = registry.get("triangle_multiplication_front_sm90")
+    measured = TriangleMultiplicationShape(384)
+    config = next(vars(config) for config in template.space(measured) if config.tile_n == 96)
+    path = tmp_path / "user.db"
+    with TuningStore(path) as store:
+        row = trial(measured, direction="front", template=template.name, config=config, source_hash=template.source_hash())
+        store.put_trials([row])
+    dispatcher = Dispatcher(path, shipped=False, device=H200)
+    for fields, source in (
+        (dict(crop=384), "tuned"), (dict(crop=400), "nearest"), (dict(crop=384, direction="incoming"), "nearest"),
+        (dict(crop=384, weight_dtype="bfloat16"), "nearest"), (dict(crop=384, mask="bool"), "nearest"),
+        (dict(crop=384, channels=64), "default"), (dict(crop=384, hidden=256), "default"),
+    ):  # fmt: skip
+        found = dispatcher.resolve("triangle_multiplication", "front", TriangleMultiplicationShape(**fields))
+        assert found.source == source, (fields, found.note)
+        assert (found.config.tile_n == 96) == (source != "default")

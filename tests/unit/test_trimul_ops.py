@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import warnings
 import weakref
@@ -684,6 +685,42 @@ def test_kernels_write_in_place_and_add_a_residual(kernels) -> None:
         z = make()
         assert triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
         assert torch.equal(z, want)
+
+
+def test_autograd_notices_what_a_kernel_writes_in_place(kernels, monkeypatch) -> None:
+    """The launch itself is invisible to PyTorch: this back kernel writes as one does, through memory."""
+
+    def back(*arguments) -> None:
+        out = arguments[11]
+        found = torch.empty_like(out)
+        multiplication_emulation.back(*arguments[:11], found, *arguments[12:])
+        ctypes.memmove(out.data_ptr(), found.data_ptr(), out.numel() * out.element_size())
+
+    x = call()
+    z, factor = x.z.clone(), torch.ones_like(x.z, requires_grad=True)
+    product = (factor * z).sum()
+    usual = kernels.find
+    monkeypatch.setattr(
+        routing, "find_kernel",
+        lambda family, *rest: routing.Launch(back, 132) if family.endswith("/back") else usual(family, *rest),
+    )  # fmt: skip
+    with torch.no_grad():
+        run(Inputs(z, None, x.weights, None), inplace=True)
+    assert not torch.equal(z, x.z)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_a_residual_that_is_another_view_of_z(request, monkeypatch, with_kernels: bool) -> None:
+    if with_kernels:
+        request.getfixturevalue("kernels")
+    monkeypatch.setattr(fallback, "CPU_BUDGET_BYTES", 1)
+    x = call(crop=17)
+    want = triangle_multiplication(x.z, "outgoing", None, *x.weights, residual=x.z.transpose(1, 2))
+    z = x.z.clone()
+    triangle_multiplication(z, "outgoing", None, *x.weights, residual=z.transpose(1, 2), inplace=True)
+    assert torch.equal(z, want)
 
 
 def test_one_projection_bias_alone(kernels) -> None:

@@ -205,7 +205,7 @@ def run_kernel(
     if reason is not None:
         raise InvalidInput.of("q, k, v, bias", reason, "what the kernel was compiled for")
     shape = routing.kernel_shape(q, bias, mask)
-    residual = bool(dict(spec.variant)["residual"])
+    residual = bool(dict(spec.variant).get("residual", False))
     try:
         same = KernelSpec.make(spec.template, shape, kernel.config) == spec
     except InvalidInput:  # this shape's variant has no such configuration

@@ -67,12 +67,12 @@ def forward(
         x = layout.contraction_empty(operands.z, hidden)
         found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
         del factors
-        target = torch.empty(z.shape, dtype=z.dtype, device=z.device) if out is None else layout.pair_operand(out)
+        in_place = out is not None and layout.complies(out)
+        target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
         if residual is not None:
-            # In place, where the kernel cannot write over z itself, its copy of z is what it may read.
             residual = operands.z if residual is z else layout.pair_operand(residual)
         found.back.function(*operands.back(x, residual, target), eps, found.back.num_ctas)
-        if out is not None and target is not out:
+        if out is not None and not in_place:
             out.copy_(target)
     return target if out is None else out, x[..., :crop]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,13 @@ def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str]:
     return FRONT, contraction(shape.direction), BACK
 
 
+def usual_variants(shape: TriangleMultiplicationShape) -> tuple[tuple[str, tuple], ...]:
+    """(family, flags) of what models run: no projection biases, with and without a residual."""
+    none = ("bias", False)
+    backs = tuple((BACK, (none, ("residual", residual))) for residual in (False, True))
+    return (FRONT, (none,)), (contraction(shape.direction), ()), *backs
+
+
 def activation_dtype(z: Tensor) -> torch.dtype:
     """The dtype of a call's activations and result: autocast's where it is on, else z's; float64 stays."""
     cast_to = plans.autocast_dtype(z)
@@ -41,16 +50,14 @@ def kernel_shape(
         InvalidInput: where its dtypes or widths are none that kernels are meant for.
     """
     *_, crop, channels = z.shape
-    return TriangleMultiplicationShape(
-        crop=crop,
-        channels=channels,
-        hidden=p_in_weight.shape[0] // 2,
-        direction=direction,
-        batch=z.shape[:-3].numel(),
-        dtype=dtype_name(dtype),
-        weight_dtype=dtype_name(p_in_weight.dtype),
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
-    )
+    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    hidden, batch = p_in_weight.shape[0] // 2, z.shape[:-3].numel()
+    return _shape(crop, channels, hidden, direction, batch, dtype_name(dtype), dtype_name(p_in_weight.dtype), kind)
+
+
+@lru_cache(maxsize=4096)
+def _shape(*fields) -> TriangleMultiplicationShape:
+    return TriangleMultiplicationShape(*fields)
 
 
 def decide(
@@ -71,12 +78,22 @@ def decide(
 
 def unsupported(shape: TriangleMultiplicationShape) -> str | None:
     """Why the registered templates do not serve the shape on a device that runs kernels; None if they do."""
+    if shape in _served:
+        return None
     for family in families(shape):
         op, _, direction = family.partition("/")
         served = [template.supports(shape) for template in registry.templates(op, direction)]
         if not any(able for able, _ in served):
             return "; ".join(reason for _, reason in served) or f"no template of {family} is registered"
+    if len(_served) >= 4096:
+        _served.clear()
+    _served.add(shape)
     return None
+
+
+_served: set[TriangleMultiplicationShape] = set()
+"""Shapes that templates are known to serve, remembered so that a call need not ask them. A refusal is not remembered, as a
+template may be registered later."""
 
 
 def inspect_call(

@@ -174,11 +174,21 @@ def _inplace(z, mask, *arguments):
     weights, residual, rule, _ = _split(arguments)
     _check_canonical(z, mask, weights, residual, rule)
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
+    if residual is not None and torch._C._is_alias_of(residual, z) and not _is_same(residual, z):
+        residual = residual.clone()  # parts of it would be overwritten before they are read
     found = _find(z, mask, weights, residual, rule)
     if found is None:
         fallback.forward(z, mask, weights, residual, rule, False, out=z)
-    else:
-        multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, out=z)
+        return
+    multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, out=z)
+    if not z.is_inference():
+        # PyTorch does not see what a kernel writes, and z may be saved for some other backward.
+        torch.autograd.graph.increment_version(z)
+
+
+def _is_same(x: Tensor, z: Tensor) -> bool:
+    """Whether both are the same view of the same memory."""
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (z.data_ptr(), z.shape, z.stride(), z.dtype)
 
 
 def _inplace_fake(z, mask, *arguments):
