@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tpf_jit
 from tpf_jit import kernels
-from tpf_jit.errors import FallbackWarning
+from tpf_jit.errors import ColdKernelInCapture, FallbackWarning
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES
@@ -76,12 +77,34 @@ def test_operator(fields: dict) -> None:
         agree(OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE), tpf_jit.triangle_multiplication)
 
 
-def test_in_place_and_residual() -> None:
-    x = OperatorWorkload(TriangleMultiplicationShape(100), DEVICE, training=False).make_inputs(0)
+@pytest.mark.parametrize("crop", [100, 300])
+def test_in_place_and_residual(crop: int) -> None:
+    """At 300 every CTA has several tasks, whose loads run ahead of the stores of those before."""
+    x = OperatorWorkload(TriangleMultiplicationShape(crop), DEVICE, training=False).make_inputs(0)
     want = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
-    z = x.z.clone()
+    z, version = x.z.clone(), x.z._version
     assert tpf_jit.triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
-    assert torch.equal(z, want)
+    assert torch.equal(z, want) and z._version > version
+
+
+def test_hundreds_of_launches_agree() -> None:
+    """Short rings, where a missing fence shows, while a second stream keeps the memory busy."""
+    noise, side = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()
+    shape = TriangleMultiplicationShape(256, mask="bool")
+    tight = {"front": {"z_stages": 1, "weight_stages": 2}, "back": {"stages": 1, "weight_stages": 2}}
+    tight |= {f"product_{name}": {"stages": 2} for name in ("nt", "tn", "nn")}
+    for name, fields in tight.items():
+        template = registry.get(f"triangle_multiplication_{name}_sm90")
+        config = dataclasses.replace(template.default(shape), **fields)
+        function = kernels.get_kernel(template.name, shape, (), config).function
+        workload = template.workload(shape, DEVICE)
+        data = workload.make_inputs(0)
+        first = {key: x.clone() for key, x in workload.run(function, data).items()}
+        for _ in range(120):
+            with torch.cuda.stream(side):
+                noise.add_(1)
+            again = workload.run(function, data)
+            assert all(torch.equal(x, again[key]) for key, x in first.items()), name
 
 
 def test_a_cuda_graph_replays_the_call() -> None:
@@ -91,7 +114,22 @@ def test_a_cuda_graph_replays_the_call() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights)
+        added = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
     x.z.copy_(fresh.z)
     graph.replay()
     with torch.no_grad():
         assert torch.equal(out, tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights))
+        assert torch.equal(added, tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z))
+
+
+def test_capturing_with_a_cold_kernel_raises_and_leaves_the_stream_usable() -> None:
+    x = OperatorWorkload(TriangleMultiplicationShape(40), DEVICE, training=False).make_inputs(0)
+    kernels.forget()
+    scratch, graph = torch.zeros(8, device=DEVICE), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        scratch.add_(1)
+        with pytest.raises(ColdKernelInCapture, match="warmup"):
+            tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights)
+        scratch.add_(1)
+    graph.replay()
+    assert bool((scratch == 2).all())
