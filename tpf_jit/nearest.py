@@ -60,9 +60,9 @@ class Index:
         """Records of one device model that would be neighbours but for the mask, which only one of the two has; nearest first."""
         return self._by_distance(op, direction, shape, lambda _, where: where == model, other_mask=True)
 
-    def elsewhere(self, op: str, direction: str, shape: Any, model: str) -> Iterator[Candidate]:
-        """Records of all other devices, nearest first."""
-        return self._by_distance(op, direction, shape, lambda cell, where: where != model)
+    def elsewhere(self, op: str, direction: str, shape: Any, model: str, other_mask: bool = False) -> Iterator[Candidate]:
+        """Records of all other devices, nearest first; with `other_mask` those that differ in whether there is a mask."""
+        return self._by_distance(op, direction, shape, lambda cell, where: where != model, other_mask)
 
     def _by_distance(
         self, op: str, direction: str, shape: Any, wanted: Callable[[str, str], bool], other_mask: bool = False

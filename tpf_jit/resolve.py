@@ -188,7 +188,7 @@ class Dispatcher:
         steps = (
             ("tuned", self._exact(cell_key(shape, direction), model, usable)),
             ("nearest", itertools.chain(index.nearest(*problem), index.across_mask(*problem))),
-            ("sibling", siblings_first(index.elsewhere(*problem), device)),
+            ("sibling", itertools.chain(*(siblings_first(index.elsewhere(*problem, mask), device) for mask in (False, True)))),
         )
         for source, candidates in steps:
             found = self._first_accepted(source, candidates, shape, usable, chain)

@@ -21,6 +21,8 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 BIAS_DTYPES = ("bfloat16", "float16", "float32")
 MASK_KINDS = ("none", "bool", "additive")
 TILE_HDIMS = (16, 32, 64, 96, 128)
+MAX_SIZE = 2**31 - 1
+"""Kernels count in 32 bits."""
 MAX_HEAD_DIM = TILE_HDIMS[-1]
 
 DIRECTIONS = ("outgoing", "incoming")
@@ -89,7 +91,8 @@ class _Problem:
         if match is None:
             raise InvalidInput.of("key", repr(key), f"a key like {cls(crop=384).key()!r}")
         values: dict[str, Any] = match.groupdict()
-        return cls(**{name: int(text) if text.isdecimal() else text for name, text in values.items()})
+        # Longer than any size, and than what Python turns into a number.
+        return cls(**{name: int(text[:20]) if text.isdecimal() else text for name, text in values.items()})
 
 
 @dataclass(frozen=True)
@@ -353,8 +356,9 @@ def _positive_int(name: str, value: object) -> int:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = 0
-    if isinstance(value, bool) or number < 1:
-        raise InvalidInput.of(name, repr(value), "an integer >= 1")
+    if isinstance(value, bool) or not 1 <= number <= MAX_SIZE:
+        came = repr(value) if number <= MAX_SIZE else f"an integer of {number.bit_length()} bits"
+        raise InvalidInput.of(name, came, f"an integer from 1 to {MAX_SIZE}")
     return number
 
 

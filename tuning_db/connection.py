@@ -108,7 +108,10 @@ class DatabaseFile:
             raise
 
     def _open(self) -> None:
-        existed = self.path.exists()
+        try:
+            existed = self.path.exists()
+        except OSError as error:  # a folder that may not be searched
+            raise self._explained(error) from error
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -155,7 +158,10 @@ class DatabaseFile:
 
         if not any(text in str(error) for text in ("readonly", "unable to open")) or not self.path.is_file():
             return False
-        connection = open_readonly(self.path, self.timeout)
+        try:
+            connection = open_readonly(self.path, self.timeout)
+        except sqlite3.Error:
+            return False
         if not schema.version(connection, self.path):
             connection.close()
             return False

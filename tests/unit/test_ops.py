@@ -650,3 +650,13 @@ def test_forward_mode_is_refused_not_dropped(transform: str) -> None:
         else:
             with torch.autograd.forward_ad.dual_level():
                 triangle_attention(torch.autograd.forward_ad.make_dual(q, q), k, v, bias)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_calls_take_another_batch_size(dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(triangle_attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for batch in (2, 3):
+        q, k, v = (torch.randn(batch, 6, 3, 10, 8) for _ in range(3))
+        bias = torch.randn(batch, 3, 10, 10)
+        assert torch.equal(compiled(q, k, v, bias), triangle_attention(q, k, v, bias))

@@ -522,3 +522,11 @@ def test_a_multiplication_borrows_across_crop_direction_and_mask(tmp_path: Path)
         found = dispatcher.resolve("triangle_multiplication", "front", TriangleMultiplicationShape(**fields))
         assert found.source == source, (fields, found.note)
         assert (found.config.tile_n == 96) == (source != "default")
+
+
+def test_what_another_device_measured_is_borrowed_across_the_mask_too(answer) -> None:
+    rows = trial(config=tile(96)), trial(shape(mask="bool", crop=768), config=tile(64))
+    assert answer(shape(mask="bool"), rows[0], device=H100).config.tile_n == 96
+    found = answer(shape(mask="bool"), *rows, device=H100)
+    assert found.source == "sibling" and found.config.tile_n == 64, "one with a mask, though farther, comes first"
+    assert answer(shape(mask="bool"), rows[0], device=None).source == "sibling"

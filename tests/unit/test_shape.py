@@ -170,3 +170,11 @@ def test_unknown_presets_list_the_known_ones(tmp_path) -> None:
         preset("alphafold9")
     with pytest.raises(InvalidInput, match="cannot be read"):
         preset(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("size", [2**31, 10**25, 10**400])
+def test_sizes_beyond_what_kernels_count(size: int) -> None:
+    with pytest.raises(InvalidInput, match="^crop: .*2147483647"):
+        TriangleAttentionShape(size)
+    with pytest.raises(InvalidInput, match="2147483647"):
+        TriangleAttentionShape.parse(TriangleAttentionShape(384).key().replace("N384", f"N{size}"))

@@ -481,3 +481,16 @@ def test_many_threads_make_one_new_database(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert not failures
+
+
+def test_a_file_that_may_not_be_read_is_a_database_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user without the rights, whom a test that runs as root cannot be."""
+    path = tmp_path / "user.db"
+    TuningStore(path).close()
+
+    def refused(*arguments, **options):
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(sqlite3, "connect", refused)
+    with pytest.raises(DatabaseError, match="cannot be opened"):
+        TuningStore(path)

@@ -25,7 +25,7 @@ def bench_device(device: str | None) -> tuple[Any, timing.Timer]:
     if device is not None and torch.device(device).type != "cuda":
         return torch.device(device), timing.WallTimer()
     if not torch.cuda.is_available():
-        raise MeasurementFailed("benches time a GPU and PyTorch sees none; with `device='cpu'` they time the CPU path instead")
+        raise MeasurementFailed("benches time a GPU and PyTorch sees none; with device cpu they time the CPU path instead")
     index = torch.device(device).index if device is not None else None
     index = torch.cuda.current_device() if index is None else index
     torch.cuda.set_device(index)

@@ -122,7 +122,8 @@ def _bias_fits(bias: tuple[int, ...], q: tuple[int, ...]) -> bool:
     own = _drop_ones(bias[:-3], len(outer))
     if len(own) == len(outer) - 1:
         own = (*own, 1)
-    return not own or len(own) == len(outer) and _broadcasts(own, outer)
+    # Not `not own`: torch.compile cannot trace that of a tuple of symbolic sizes.
+    return len(own) == 0 or len(own) == len(outer) and _broadcasts(own, outer)
 
 
 def _mask_fits(mask: Tensor, q: tuple[int, ...]) -> bool:
