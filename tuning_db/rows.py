@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,11 @@ def utc_now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def second_after(date: str) -> str:
+    """The next second after a date as `utc_now` writes it."""
+    return normal_date((datetime.fromisoformat(date.replace("Z", "+00:00")) + timedelta(seconds=1)).isoformat())
+
+
 def normal_date(text: str) -> str:
     """An ISO date with a time zone in the one spelling of the database: UTC, whole seconds, `Z`.
 
@@ -207,6 +212,8 @@ class TrialRow:
             raise InvalidInput.of("device", "facts without a name", f"the facts of the device that gave {self.status!r}")
         if self.status == "ok" and self.median_us is None:
             raise InvalidInput.of("median_us", "nothing", "a time in us, or samples_us, as the status is 'ok'")
+        if self.status == "ok" and self.median_us <= 0:
+            raise InvalidInput.of("median_us", self.median_us, "a time > 0, as the status is 'ok'")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

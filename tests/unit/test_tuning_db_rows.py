@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import subprocess
@@ -150,3 +151,8 @@ def test_device_models_share_what_is_equal_and_nothing_more() -> None:
 def test_canonical_order_is_numeric_by_field() -> None:
     configs = [{"a": 128, "b": "x"}, {"a": 64, "b": "y"}, {"a": 64, "b": "x"}, {"a": 8, "c": True}]
     assert sorted(configs, key=config_order) == [configs[3], configs[2], configs[1], configs[0]]
+
+
+def test_a_kernel_that_took_no_time_is_no_measurement() -> None:
+    with pytest.raises(InvalidInput, match="^median_us: .*> 0"):
+        dataclasses.replace(trial(), samples_us=[0.0, 0.0], median_us=None, p10_us=None, p90_us=None)
