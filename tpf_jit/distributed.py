@@ -62,10 +62,16 @@ class Frozen:
 
 
 class FrozenDispatcher(Dispatcher):
-    """A dispatcher whose tables were handed to it; `reload` does not change them."""
+    """A dispatcher whose tables were handed to it; `reload` does not change them.
 
-    def __init__(self, layers: list[Layer]) -> None:
-        super().__init__()
+    Args:
+        layers: the tables.
+        user_db, shipped: of the dispatcher that the tables are from: they say which of them comes first.
+        before: this process's own dispatcher, which says for which device and with which templates to answer.
+    """
+
+    def __init__(self, layers: list[Layer], user_db: Any, shipped: bool, before: Dispatcher) -> None:
+        super().__init__(user_db, shipped, before._given_device, before._registry)
         self._layers = layers
 
     def _read_layers(self) -> list[Layer]:
@@ -98,9 +104,9 @@ def freeze(shapes: Any = None, group: Any = None) -> Frozen:
         before.reload()
         asked: list[Any] = []
         facts = _compare(ranks.gather(_attempt(lambda: _facts(before, _problems(shapes, asked)))))
-        offered = ranks.from_first(_attempt(before.layers) if ranks.rank == 0 else None)
+        offered = ranks.from_first(_attempt(lambda: _offer(before)) if ranks.rank == 0 else None)
         present = resolve.default_dispatcher()
-        done = _attempt(lambda: _install(offered, asked))
+        done = _attempt(lambda: _install(offered, asked, before))
         try:
             answers = _compare(ranks.gather(done))
         except BaseException:  # also a collective that failed: half a job must not go on with new tables
@@ -193,11 +199,18 @@ def _problems(shapes: Any, into: list[Any]) -> list[Any]:
     return into
 
 
-def _install(offered: dict[str, Any], problems: list[Any]) -> dict[str, str]:
+def _offer(dispatcher: Dispatcher) -> tuple[list[Layer], Any, bool]:
+    """A dispatcher's tables, and what decides which of them comes first."""
+    return dispatcher.layers(), dispatcher._user_db, dispatcher._shipped
+
+
+def _install(offered: dict[str, Any], problems: list[Any], before: Dispatcher) -> dict[str, str]:
     """Put rank 0's tables in force in this process, and say how they answer the problems."""
     if "error" in offered:
         raise RanksDisagree(f"rank 0 has no tables to offer: {offered['error']}")
-    dispatcher = FrozenDispatcher([replace(layer, name=f"rank 0: {layer.name}") for layer in offered["value"]])
+    layers, user_db, shipped = offered["value"]
+    named = [replace(layer, name=f"rank 0: {layer.name}") for layer in layers]
+    dispatcher = FrozenDispatcher(named, user_db, shipped, before)
     _use(dispatcher)
     return {
         f"{shape.op}/{direction} {shape.key()}": _answer(dispatcher, shape, direction)

@@ -12,9 +12,7 @@ when the calling process is killed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import json
 import logging
 import os
 import pickle
@@ -23,7 +21,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +28,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tpf_jit import child
 from tpf_jit.compiler import CompiledObject, KernelSpec, compile_kernel, import_dsl
 from tpf_jit.errors import CompileFailed, TpfError
 from tpf_jit.templates import registry
@@ -40,10 +38,8 @@ log = logging.getLogger("tpf_jit")
 _MAX_WORKERS = 32
 _START_LIMIT_S = 120.0  # importing the compiler from a cold network file system
 _WATCH_S = 1.0
-_PR_SET_PDEATHSIG = 1
 # One compute thread per worker; the fork must not meet helper threads of numerical libraries either.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_BOOT = "import sys,json; sys.path[:]=json.loads(sys.argv[1]); from tpf_jit.pool import _nursery; _nursery(int(sys.argv[2]))"
 
 
 class CompilePool:
@@ -223,10 +219,9 @@ class _NurseryHandle:
     def _start(self) -> None:
         self._discard()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT]
         started = time.perf_counter()
         self._process = subprocess.Popen(
-            [*command, json.dumps(sys.path), str(theirs.fileno())],
+            child.command("tpf_jit.pool", "_nursery", theirs.fileno()),
             env={**os.environ, **_ENVIRONMENT},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -270,14 +265,14 @@ def _portable(template: Any) -> Any:
     return template
 
 
-def _nursery(descriptor: int) -> None:
+def _nursery(descriptor: str) -> None:
     """Main loop of the nursery process: a byte with a socket comes in, a worker is forked, its process id goes out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who ends us
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
-    parent = os.getppid()
+    parent, here = os.getppid(), os.getpid()
     import_dsl()
     importlib.import_module("tvm_ffi")
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=int(descriptor))
     control.send(b"r")
     while True:
         ready, _, _ = select.select([control], [], [], _WATCH_S)
@@ -291,18 +286,17 @@ def _nursery(descriptor: int) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _work(descriptors[0])
+            _work(descriptors[0], here)
             os._exit(0)
         os.close(descriptors[0])
         control.send(pid.to_bytes(8, "little"))
 
 
-def _work(descriptor: int) -> None:
+def _work(descriptor: int, nursery: int) -> None:
     """Main loop of a worker: a pickled (spec, template) comes in, a pickled result or exception goes out."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the linker is a child process
-    # Dies with the nursery, in the middle of a compile too (the compiler may hold the interpreter lock, so no thread can see
-    # to it). The nursery in turn ends when the caller does.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The compiler may hold the interpreter lock, so no thread can see to it. The nursery in turn ends when the caller does.
+    child.die_with(nursery)
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:

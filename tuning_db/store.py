@@ -33,7 +33,7 @@ BATCH = 200
 """Rows a transaction when many are added: short enough that other writers hardly wait."""
 
 LONGEST_LEASE_S = 3600.0
-"""No process reserves work for longer at once."""
+"""No process reserves work for longer at once (`TuneOptions.lease_s` and `many.CELL_LEASE_S` keep to it)."""
 
 T = TypeVar("T")
 

@@ -108,7 +108,7 @@ def test_errors_are_relative_to_the_reference_and_nothing_wrong_passes():
 
 
 def test_bits_are_compared_not_values():
-    same = accuracy._same_bits
+    same = float64.same_bits
     assert same(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]))
     assert not same(torch.tensor([0.0]), torch.tensor([-0.0]))
     x = torch.randn(3, 4).to(torch.bfloat16)

@@ -201,6 +201,15 @@ class TestDoctor:
         assert finding["state"] == "wrong"
         assert "TPF_JIT_CACHE" in finding["remedy"]
 
+    def test_folders_that_cannot_be_written(self, reading: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setenv("TPF_JIT_CACHE", str(tmp_path / "file" / "objects"))
+        monkeypatch.setenv("TPF_JIT_DB", str(tmp_path / "file" / "user.db"))
+        found = {finding["what"]: finding for finding in reading("doctor", code=1)["findings"]}
+        for what, variable in (("object cache", "TPF_JIT_CACHE"), ("user database", "TPF_JIT_DB")):
+            assert found[what]["state"] == "wrong" and variable in found[what]["remedy"]
+        assert not (tmp_path / "objects").exists(), "only looked at"
+
     def test_a_check_that_breaks_is_a_finding(self, reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken() -> None:
             raise OSError("disk on fire")
@@ -243,6 +252,24 @@ class TestKernels:
         code, _, err = call("compile", "384", "--config", "no_such_field=3")
         assert code == 1
         assert "no_such_field" in err
+
+    @pytest.mark.parametrize(("words", "isolate"), [((), False), (("--isolate",), True)])
+    def test_a_sweep_is_isolated_when_asked(
+        self, call: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], isolate: bool
+    ) -> None:
+        from tpf_jit.tune import node
+        from tpf_jit.tune.summary import Summary
+
+        asked: list[Any] = []
+
+        def sweep_node(cells: Any, db: Any, options: Any, *more: Any) -> Summary:
+            asked.append(options)
+            return Summary(())
+
+        monkeypatch.setattr(node, "sweep_node", sweep_node)
+        code, _, err = call("sweep", "384", "--direction", "forward", *words)
+        assert code == 0, err
+        assert [options.isolate for options in asked] == [isolate]
 
     def test_tuning_without_a_gpu_says_what_to_do(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tpf_jit.device.current_device", lambda index=None: None)

@@ -230,6 +230,28 @@ def test_without_freeze_ranks_use_their_own_and_nothing_is_sent(tmp_path: Path) 
     assert said[1]["alone"][1] == configs(2)[1]
 
 
+# Shipped tables whose evidence is newer and better: they beat a row of the user's default database, not one named explicitly.
+EXPLICIT = f"""
+import os
+from tpf_jit.device import Device
+from tpf_jit.tuning_db import reader
+resolve.current_device = lambda: {H200!r}
+reader.read_shipped = resolve.read_shipped = lambda: reader.read_layer("SHIPPED")
+if rank == 0:
+    resolve.use(resolve.Dispatcher(os.environ["TPF_JIT_DB"]))
+resolve.reload()
+kernels.reload_choices()
+said["own"] = chosen(384)
+"""
+
+
+def test_a_database_that_rank_0_names_explicitly_stays_first_on_every_rank(tmp_path: Path) -> None:
+    shipped = database(tmp_path / "shipped.db", configs(3)[1], protocol="events-rotated-2", date="2026-12-02T00:00:00Z")
+    said = run(tmp_path, 2, before=EXPLICIT.replace("SHIPPED", str(shipped)))
+    assert [rank["own"][1] for rank in said] == [configs(2)[0], configs(3)[1]]
+    assert [rank["after"][1] for rank in said] == [configs(2)[0]] * 2
+
+
 # one process
 
 
@@ -269,6 +291,16 @@ def test_a_single_process_freezes_its_own_tables(own: Path) -> None:
 
 def result_source() -> str:
     return registry.get(TEMPLATE).source_hash()
+
+
+def test_a_dispatcher_of_the_caller_s_keeps_its_device_and_templates(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "current_device", lambda: None)
+    mine = resolve.Dispatcher(own, shipped=False, device=H200, registry=registry)
+    resolve.use(mine)
+    distributed.freeze()
+    used = resolve.default_dispatcher()
+    assert used is not mine and used.device is H200 and used._templates() is registry
+    assert used.resolve(SHAPE.op, "forward", SHAPE).source == "tuned"
 
 
 def test_shapes_that_are_none_are_refused_and_nothing_changes(own: Path) -> None:

@@ -326,10 +326,12 @@ def test_a_clock_that_runs_backwards_during_a_sweep(private_state, backwards):
     assert dates == sorted(dates), "later rows are not older"
 
 
-def test_a_clock_that_was_set_back_does_not_keep_old_sources_in_force(private_state, backwards, monkeypatch):
+@pytest.mark.parametrize("source", ["6" * 64, "4" * 64])
+def test_a_clock_that_was_set_back_does_not_keep_old_sources_in_force(private_state, backwards, monkeypatch, source):
+    """Of equal dates the greater hash would decide: the old sources' is "555...", greater than the second one here."""
     template = install(CONFIGS)
     tune(ToyShape(), progress=False, options=options(template, ToyTimer()))
-    monkeypatch.setattr(ToyTemplate, "source_hash", lambda self: "6" * 64)
+    monkeypatch.setattr(ToyTemplate, "source_hash", lambda self: source)
     changed = ToyBackend.compile
 
     def compile_(self, *arguments):
@@ -340,10 +342,10 @@ def test_a_clock_that_was_set_back_does_not_keep_old_sources_in_force(private_st
     monkeypatch.setattr(ToyBackend, "compile", compile_)
     monkeypatch.setattr(ledger, "utc_now", lambda: "2020-01-01T00:00:00Z")
     result = tune(ToyShape(), progress=False, options=options(template, ToyTimer()))
-    assert result.best.source_hash == "6" * 64, "with equal dates the greater hash decides, which is the new one here"
-    new = [row for row in result.trials if row.source_hash == "6" * 64]
-    old = [row for row in result.trials if row.source_hash != "6" * 64]
-    assert min(row.date for row in new) >= max(row.date for row in old)
+    assert result.best.source_hash == source
+    new = [row for row in result.trials if row.source_hash == source]
+    old = [row for row in result.trials if row.source_hash != source]
+    assert len({row.date for row in new}) == 1 and new[0].date > max(row.date for row in old)
 
 
 def test_a_lease_from_before_the_clock_was_set_back_does_not_last_for_ever(tmp_path, monkeypatch):

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import many_fakes
 import pytest
 from many_fakes import CONFIGS, CROPS, SHAPES, ThreadPool, assert_all_tried_once, cells, search_rows, travelling
-from tune_fakes import H200, ToyBackend, ToyConfig, ToyShape, ToyTimer
+from tune_fakes import H200, InlinePool, ToyBackend, ToyConfig, ToyShape, ToyTimer
 
 from tpf_jit.errors import DatabaseError, MeasurementFailed
 from tpf_jit.templates.base import canonical_json
@@ -250,6 +251,19 @@ class TestNode:
             sweep_node(cells(), None, replace(travelling(), make_pool=killer), gpus=["0"])
         assert search_rows() == []
 
+    def test_a_recovered_failure_does_not_spoil_a_run_that_its_limits_end(self, tmp_path):
+        options = replace(travelling(), make_pool=partial(failing_once, str(tmp_path / "failed")))
+        summary = sweep_node(cells(), None, options, Limits(max_trials=4), gpus=["0"])
+        assert summary.restarts == 1 and {report.state for report in summary.cells} == {"trials"}
+        assert summary.new_trials == 4 * len(SHAPES) == len(search_rows())
+
+    @pytest.mark.parametrize("limits", [Limits(), Limits(max_trials=11)], ids=["all", "limited"])
+    def test_a_gpu_that_measures_nothing_is_given_up_while_another_works(self, caplog, limits):
+        summary = sweep_node(cells(), None, replace(travelling(0.002), make_pool=failing_on_gpu_0), limits, gpus=["0", "1"])
+        assert summary.restarts == 1, "rows of the other GPU are not its progress"
+        assert summary.new_trials == len(SHAPES) * (limits.max_trials or len(CONFIGS)) == len(search_rows())
+        assert "GPU 0 is given up: no clock here" in caplog.text
+
     def test_an_error_of_ours_comes_back_as_itself(self):
         with pytest.raises(DatabaseError, match="nobody"):
             sweep_node(cells(), None, replace(travelling(), make_pool=refusing), gpus=["0"])
@@ -277,6 +291,19 @@ def killer():
 
 def refusing():
     raise DatabaseError("nobody writes here")
+
+
+def failing_once(path: str):
+    if not os.path.exists(path):
+        Path(path).touch()
+        raise MeasurementFailed("the device was lost")
+    return InlinePool()
+
+
+def failing_on_gpu_0():
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "0":
+        raise MeasurementFailed("no clock here")
+    return InlinePool()
 
 
 NODE = """

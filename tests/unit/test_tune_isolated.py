@@ -131,8 +131,9 @@ def test_a_device_that_does_not_come_back_is_said(isolation, faults):
 
 
 def test_a_device_that_cannot_be_opened_is_said(isolation, faults):
-    with pytest.raises(MeasurementFailed, match="CUDA driver initialization failed"):
+    with pytest.raises(MeasurementFailed, match="CUDA driver initialization failed") as caught:
         isolation.measurer(broken, ToyTemplate(), ToyShape(), faults)
+    assert "exclusive mode" in str(caught.value) and "--no-isolate" not in str(caught.value), "not every command has it"
 
 
 @pytest.mark.parametrize("trick", ["segfault", "hang", "corrupt", "late"])

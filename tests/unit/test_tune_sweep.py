@@ -18,11 +18,12 @@ from tune_fakes import (
     toy_us,
 )
 
-from tpf_jit.errors import MeasurementFailed, NoKernel
+from tpf_jit.errors import InvalidInput, MeasurementFailed, NoKernel
 from tpf_jit.templates.base import canonical_json, config_to_dict
-from tpf_jit.tune import check, tune
+from tpf_jit.tune import TuneOptions, check, tune
 from tpf_jit.tune.measure import WorkloadMeasurer
 from tpf_jit.tuning_db import TuningStore
+from tpf_jit.tuning_db.store import LONGEST_LEASE_S
 
 SHAPE = ToyShape()
 
@@ -71,6 +72,20 @@ def test_rows_carry_their_evidence():
     assert row.protocol and row.session == result.session
     assert len(row.samples_us) == 6 and row.errors == {"out": 0.0}
     assert "seed" in row.detail
+
+
+@pytest.mark.parametrize("lease_s", [7200.0, 0.0, -1.0, float("nan")])
+def test_leases_that_other_processes_would_not_respect_are_refused(lease_s):
+    with pytest.raises(InvalidInput, match="lease_s: got .*; allowed: more than 0, at most 3600 s"):
+        TuneOptions(lease_s=lease_s)
+
+
+def test_the_longest_lease_holds_against_the_shortest_of_others():
+    lease_s = TuneOptions(lease_s=LONGEST_LEASE_S).lease_s
+    with TuningStore() as store:
+        assert store.claim("cell", "work", "one", lease_s)
+        assert not store.claim("cell", "work", "other", 1.0)
+        store.release("cell", "work", "one")
 
 
 def test_the_shoot_out_covers_the_eight_best():

@@ -23,6 +23,7 @@ from tpf_jit.bench.accuracy_record import compose
 from tpf_jit.bench.accuracy_work import WorkFile
 from tpf_jit.bench.concurrent_load import concurrent_load
 from tpf_jit.bench.environment import bench_device, record_head
+from tpf_jit.bench.interleaved import reason_of
 from tpf_jit.bench.peer_base import Inputs, Peer, differentiated
 from tpf_jit.bench.peers import peers
 from tpf_jit.errors import InvalidInput, MeasurementFailed
@@ -244,7 +245,7 @@ class _Suite:
         try:
             return None, work()
         except Exception as error:
-            why = self._why(error)
+            why = reason_of(error, self.timer)
         # Only now, as the exception kept the tensors of the failed call alive.
         gc.collect()
         self.timer.release_memory()
@@ -263,7 +264,7 @@ class _Suite:
                         again = self._call(peer, inputs)
                 else:
                     again = self._call(peer, inputs)
-                same.append(torch.stack([_same_bits(value, again[name]) for name, value in first.items()]))
+                same.append(torch.stack([float64.same_bits(value, again[name]) for name, value in first.items()]))
         equal = torch.stack(same).all(0).tolist() if same else [True] * len(first)
         rel_rms = {name: value if math.isfinite(value) else None for name, (value, _) in errors.items()}
         max_abs = {name: value if math.isfinite(value) else None for name, (_, value) in errors.items()}
@@ -282,21 +283,6 @@ class _Suite:
 
         made = make_inputs(self.settings.shape(crop, head_dim), self.device, seed, family, with_grad_out=True)
         return Inputs(made.q, made.k, made.v, made.bias, made.mask, made.grad_out, head_dim**-0.5)
-
-    def _why(self, error: Exception) -> str:
-        """The reason for a record. An implementation's failure is not the suite's, but a lost device ends it."""
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if not self.timer.alive():
-            raise MeasurementFailed(f"the device takes no more work after {text}") from error
-        return text
-
-
-def _same_bits(a: Any, b: Any) -> Any:
-    """Whether two tensors hold the same bits: signs of zeros count, and a NaN equals itself."""
-    import torch
-
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return (a.view(integer) == b.view(integer)).all()
 
 
 def _summary(result: dict[str, Any]) -> str:

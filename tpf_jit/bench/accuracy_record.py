@@ -57,9 +57,6 @@ def _rows(settings: Any, kept: WorkFile) -> Iterator[dict[str, Any]]:
     for (family, crop, head_dim, impl), results in sorted(groups.items()):
         shape = settings.shape(crop, head_dim)
         for tensor in results[0]["rel_rms"]:
-            errors = [result["rel_rms"][tensor] for result in results if result["rel_rms"][tensor] is not None]
-            largest = [result["max_abs"][tensor] for result in results if result["max_abs"][tensor] is not None]
-            equal = sum(result["equal"][tensor] for result in results)
             yield {
                 "op": shape.op,
                 "family": family,
@@ -72,16 +69,32 @@ def _rows(settings: Any, kept: WorkFile) -> Iterator[dict[str, Any]]:
                 "bias_dtype": shape.bias_dtype,
                 "mask": shape.mask,
                 "impl": impl,
-                "tensor": tensor,
-                "cases": len(results),
-                "not_finite": len(results) - len(errors),
-                "rel_rms_mean": _digits(sum(errors) / len(errors)) if errors else None,
-                "rel_rms_max": _digits(max(errors)) if errors else None,
-                "max_abs": _digits(max(largest)) if largest else None,
-                "bitwise_repeats": settings.repeats,
-                "bitwise_cases": equal,
-                "bitwise_equal": equal == len(results),
+                **judged(results, tensor, settings.repeats),
             }
+
+
+def judged(results: Sequence[Mapping[str, Any]], tensor: str, repeats: int) -> dict[str, Any]:
+    """The fields of a row about one tensor: errors over all cases, and whether repeated calls gave the same bits.
+
+    Args:
+        results: a case each: `rel_rms`, `max_abs` (None where not finite) and `equal`, all by tensor.
+        tensor: which.
+        repeats: calls that were compared.
+    """
+    errors = [result["rel_rms"][tensor] for result in results if result["rel_rms"][tensor] is not None]
+    largest = [result["max_abs"][tensor] for result in results if result["max_abs"][tensor] is not None]
+    equal = sum(result["equal"][tensor] for result in results)
+    return {
+        "tensor": tensor,
+        "cases": len(results),
+        "not_finite": len(results) - len(errors),
+        "rel_rms_mean": _digits(sum(errors) / len(errors)) if errors else None,
+        "rel_rms_max": _digits(max(errors)) if errors else None,
+        "max_abs": _digits(max(largest)) if largest else None,
+        "bitwise_repeats": repeats,
+        "bitwise_cases": equal,
+        "bitwise_equal": equal == len(results),
+    }
 
 
 def _absent(settings: Any, kept: WorkFile, absent: Mapping[str, str], present: Sequence[Peer]) -> dict[str, str]:

@@ -128,3 +128,11 @@ def _verdict(error: float, norm: float, largest: float, wrong: float) -> tuple[f
     if norm == 0:
         return (0.0, 0.0) if error == 0 else (math.inf, largest)
     return error / norm, largest
+
+
+def same_bits(a: Any, b: Any) -> Any:
+    """Whether two tensors hold the same bits: signs of zeros count, and a NaN equals itself."""
+    import torch
+
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return (a.view(integer) == b.view(integer)).all()

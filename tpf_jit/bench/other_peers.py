@@ -36,8 +36,8 @@ class CuEquivariance(Plain):
     name = "cuequivariance"
 
     def absent(self) -> str | None:
-        missing = _missing("cuequivariance_torch", "cuequivariance_ops_torch")
-        return missing or _broken("cuequivariance_torch", "triangle_attention")
+        absent = missing("cuequivariance_torch", "cuequivariance_ops_torch")
+        return absent or broken("cuequivariance_torch", "triangle_attention")
 
     def unsupported(self, shape: Any, direction: str) -> str | None:
         return "takes boolean masks only" if shape.mask == "additive" else None
@@ -60,9 +60,9 @@ class OpenFold3Triton(Plain):
         self._kernel = Once(_load_evoformer)
 
     def absent(self) -> str | None:
-        missing = _missing("openfold3", "triton")
-        if missing:
-            return missing
+        absent = missing("openfold3", "triton")
+        if absent:
+            return absent
         try:
             self._kernel()
         except Exception as error:
@@ -96,7 +96,7 @@ class TurboPairFormer(Plain):
         self._load = Once(self._load_extensions)
 
     def absent(self) -> str | None:
-        return _missing("turbopairformer") or _broken("turbopairformer", "turbo_attention")
+        return missing("turbopairformer") or broken("turbopairformer", "turbo_attention")
 
     def unsupported(self, shape: Any, direction: str) -> str | None:
         if shape.dtype != "bfloat16":
@@ -155,7 +155,7 @@ class MiniWorld(Plain):
         self._function = Once(_miniworld_function)
 
     def absent(self) -> str | None:
-        return _missing("miniworld_engine") or _broken("miniworld_engine.kernels.triangle_attention.cuda.h100_sm90", "bwd_q")
+        return missing("miniworld_engine") or broken("miniworld_engine.kernels.triangle_attention.cuda.h100_sm90", "bwd_q")
 
     def unsupported(self, shape: Any, direction: str) -> str | None:
         if shape.dtype != "bfloat16" or shape.head_dim != self.HEAD_DIM or shape.crop % self.TILE:
@@ -180,7 +180,7 @@ class FlashAttention4(Plain):
         self._deterministic = deterministic
 
     def absent(self) -> str | None:
-        return _missing("flash_attn.cute") or _broken("flash_attn.cute", "flash_attn_func")
+        return missing("flash_attn.cute") or broken("flash_attn.cute", "flash_attn_func")
 
     def unsupported(self, shape: Any, direction: str) -> str | None:
         if shape.has_mask:
@@ -198,7 +198,8 @@ class FlashAttention4(Plain):
         return out.unflatten(0, inputs.q.shape[:2]).transpose(2, 3)
 
 
-def _missing(*modules: str) -> str | None:
+def missing(*modules: str) -> str | None:
+    """Which module is not installed; None if all are."""
     for module in modules:
         try:
             found = importlib.util.find_spec(module)
@@ -211,7 +212,7 @@ def _missing(*modules: str) -> str | None:
     return None
 
 
-def _broken(module: str, attribute: str) -> str | None:
+def broken(module: str, attribute: str) -> str | None:
     """Why a name cannot be imported, whatever its import does on this machine; None if it can."""
     try:
         getattr(importlib.import_module(module), attribute)

@@ -8,10 +8,12 @@ the record. One that raises on a problem is left out of that problem, with what 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from tpf_jit.errors import InvalidInput
 
 ADDITIVE_MASKED = -1e9
 """What the models add to the scores of an excluded key."""
@@ -121,6 +123,16 @@ class Once:
 def differentiated(peer: Peer, inputs: Inputs) -> tuple[Any, ...]:
     """The leaves that a peer's output depends on."""
     return inputs.leaves() if peer.biased else inputs.leaves()[:3]
+
+
+def chosen_of(known: Mapping[str, Peer], names: list[str] | None) -> list[Peer]:
+    """The peers of those names, or all. Raises InvalidInput for an unknown name."""
+    if names is None:
+        return list(known.values())
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidInput.of("impl", repr(unknown[0]), ", ".join(known))
+    return [known[name] for name in names]
 
 
 def installed_version(distribution: str) -> str | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpf_jit.bench.other_peers import CuEquivariance, FlashAttention4, MiniWorld, OpenFold3Triton, TurboPairFormer
-from tpf_jit.bench.peer_base import Inputs, Peer, Plain, additive
+from tpf_jit.bench.peer_base import Inputs, Peer, Plain, additive, chosen_of
 
 TORCH_CHUNK_BYTES = 256 * 2**20
 """Scores of one chunk in the chunked PyTorch spelling, as frameworks bound them."""
@@ -170,14 +170,7 @@ def register(peer: Peer) -> None:
 
 def peers(names: list[str] | None = None) -> list[Peer]:
     """The peers of those names, or all. Raises InvalidInput for an unknown name."""
-    from tpf_jit.errors import InvalidInput
-
-    if names is None:
-        return list(_PEERS.values())
-    unknown = [name for name in names if name not in _PEERS]
-    if unknown:
-        raise InvalidInput.of("impl", repr(unknown[0]), ", ".join(_PEERS))
-    return [_PEERS[name] for name in names]
+    return chosen_of(_PEERS, names)
 
 
 def _attend(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:

@@ -52,7 +52,7 @@ def accuracy(
         crops=tuple(_shapes.integers(crops, "--crops")),
         head_dims=tuple(_shapes.integers(head_dim, "--head-dim")),
         families=tuple(words(families)),
-        seeds=_seeds(seeds),
+        seeds=seed_range(seeds),
         impls=words(impls) if impls else None,
         heads=heads,
         rows=rows,
@@ -79,7 +79,8 @@ def accuracy(
         say("no record is written before all cases are done; --partial writes it now")
 
 
-def _seeds(text: str) -> tuple[int, int]:
+def seed_range(text: str) -> tuple[int, int]:
+    """`"3"` or `"a:b"` as first seed and the one after the last; InvalidInput names the option otherwise."""
     from tpf_jit.errors import InvalidInput
 
     first, colon, last = text.rpartition(":")

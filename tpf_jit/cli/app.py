@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpf_jit.cli import accuracy, bench, db, doctor, kernels, records, sweep
+from tpf_jit.cli import accuracy, accuracy_trimul, bench, bench_trimul, db, doctor, kernels, records, sweep
 from tpf_jit.errors import TpfError
 
 app = typer.Typer(
@@ -43,6 +43,8 @@ app.command("tune")(kernels.tune)
 app.command("sweep", short_help="Tune many problems in all directions, on all GPUs here or a Ray cluster.")(sweep.sweep)
 app.command("demo", short_help="Show what tpf_jit does on this machine.")(kernels.demo)
 app.command("accuracy", short_help="Judge implementations and gradients against float64.")(accuracy.accuracy)
+app.command("accuracy-trimul", short_help="The same of the triangle multiplicative update.")(accuracy_trimul.accuracy_trimul)
+bench.app.command("trimul")(bench_trimul.trimul)
 app.add_typer(bench.app, name="bench")
 app.add_typer(db.app, name="db")
 app.add_typer(records.app, name="records")
@@ -59,6 +61,9 @@ def run(argv: list[str]) -> int:
         return _fail(error, 1)
     except BrokenPipeError:
         return _reader_left()
+    except OSError as error:
+        # A folder that may not be searched, a full disk behind stdout: the system's own words say what and where.
+        return _fail(error, 1)
     except SystemExit as ending:
         # Inside a command typer turns the same error into an exit with code 1.
         if isinstance(ending.__context__, BrokenPipeError):

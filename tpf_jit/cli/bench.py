@@ -18,6 +18,10 @@ app = typer.Typer(no_args_is_help=True, help="Measure beside other implementatio
 
 Crops = Annotated[str, typer.Option("--crops", help="Crops with commas, a model preset, or a shape key.")]
 Device = Annotated[str | None, typer.Option("--device", help="A torch device; cpu times the PyTorch path, no figure to quote.")]
+Passes = Annotated[str, typer.Option("--passes", help="forward, backward, both; several with commas.")]
+Impls = Annotated[str | None, typer.Option("--impls", help="Implementations with commas; all that are installed.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Rounds in which the implementations take turns.")]
+Samples = Annotated[int, typer.Option("--samples", help="Samples of each a round.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Keep the record in this folder, such as tuning_db/records.")]
 
 
@@ -31,11 +35,11 @@ def attention(
     dtype: Dtype = "bfloat16",
     bias_dtype: BiasDtype = None,
     mask: Mask = "none",
-    passes: Annotated[str, typer.Option("--passes", help="forward, backward, both; several with commas.")] = "forward",
-    impls: Annotated[str | None, typer.Option("--impls", help="Implementations with commas; all that are installed.")] = None,
+    passes: Passes = "forward",
+    impls: Impls = None,
     layout: Annotated[str, typer.Option("--layout", help="model (views, as projections leave them) or contiguous.")] = "model",
-    rounds: Annotated[int, typer.Option("--rounds", help="Rounds in which the implementations take turns.")] = 10,
-    samples: Annotated[int, typer.Option("--samples", help="Samples of each a round.")] = 20,
+    rounds: Rounds = 10,
+    samples: Samples = 20,
     device: Device = None,
     out: Out = None,
     json: Json = False,
@@ -50,7 +54,7 @@ def attention(
         impls=words(impls) if impls else None, layout=layout, rounds=rounds, samples=samples
     )
     record = bench_attention(shapes, words(passes), settings, device, command_line(), None if json else say)
-    _finish(record, out, json, _attention_table)
+    finish(record, out, json, _attention_table)
 
 
 def words(text: str) -> list[str]:
@@ -86,7 +90,7 @@ def latency(
     from tpf_jit.shape import TriangleAttentionShape
 
     record = bench_latency(TriangleAttentionShape(crop=crop, head_dim=head_dim), repeats, cold, device, command_line())
-    _finish(record, out, json, _latency_table)
+    finish(record, out, json, _latency_table)
 
 
 def _latency_table(record: dict[str, Any]) -> None:
@@ -105,7 +109,8 @@ def command_line() -> str:
     return shlex.join(["tpf-jit", *words])
 
 
-def _finish(record: dict[str, Any], out: Path | None, as_json: bool, show: Any) -> None:
+def finish(record: dict[str, Any], out: Path | None, as_json: bool, show: Any) -> None:
+    """Print a record, by `show` or as JSON, and keep it where asked to."""
     if as_json:
         print_json(record)
     else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -161,7 +163,24 @@ def _cache() -> Finding:
         count = len(list(store.entries()))
     except CacheUntrusted as error:
         return Finding("object cache", FAIL, str(error), "set TPF_JIT_CACHE to a folder of your own, or mend its owner and mode")
+    problem = _unwritable(store.root)
+    if problem:
+        remedy = "kernels are compiled anew by every process; set TPF_JIT_CACHE to a folder that can be written"
+        return Finding("object cache", FAIL, f"{store.root}: {problem}", remedy)
     return Finding("object cache", OK, f"{store.root}, {count} objects")
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder, or where it is not there yet, to the one it would be made in. None if it can."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"tpf_jit")
+            file.flush()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror or error})"
+    return None
 
 
 def _database() -> Finding:
@@ -170,7 +189,15 @@ def _database() -> Finding:
     from tpf_jit.tuning_db.reader import read_layer
 
     path = user_database_path()
-    if not path.exists():
+    remedy = "tuning results and hashes of cached kernels cannot be kept; set TPF_JIT_DB to a file that can be written"
+    try:
+        exists = path.exists()
+    except OSError as error:
+        return Finding("user database", FAIL, f"{path}: {error.strerror}", remedy)
+    problem = _unwritable(path.parent)
+    if problem:
+        return Finding("user database", FAIL, f"{path}: {problem}", remedy)
+    if not exists:
         return Finding("user database", OK, f"{path}, not made yet (tpf-jit tune makes it)")
     problems = audit_file(path)
     if problems:

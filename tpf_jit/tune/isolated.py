@@ -17,20 +17,18 @@ prints to stderr only, ignores Ctrl-C, which is the caller's to handle, and dies
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import logging
 import os
 import pickle
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tpf_jit import child
 from tpf_jit.errors import MeasurementFailed
 from tpf_jit.tune.measure import DETAIL_LIMIT, Job, Measurer, Outcome
 
@@ -44,8 +42,6 @@ MACHINE_FAULTS = (
 )
 """Parts of error texts, in lower case, that speak of the machine and not of the kernel that happened to run."""
 
-_BOOT = "import sys,json; sys.path[:]=json.loads(sys.argv[1]); from tpf_jit.tune.isolated import _serve; _serve(*sys.argv[2:])"
-_PR_SET_PDEATHSIG = 1
 _END_S = 10.0
 
 
@@ -123,8 +119,8 @@ class Isolation:
             self.discard()
             reason = answer[0] if kind == "error" else "the GPU takes no work in a new process"
             raise MeasurementFailed(
-                f"measuring in a process of its own failed: {reason} (--no-isolate, or TuneOptions(isolate=False), measures in "
-                "the calling process, which a GPU in exclusive mode needs)"
+                f"measuring in a process of its own failed: {reason}. If the GPU is in exclusive mode, end the processes that "
+                "use it; tuning needs no second process where it is not asked for (--isolate, TuneOptions(isolate=True))"
             )
         self._serves, self._fresh, self._greeting = recipe, True, (answer[0], answer[1])
         return self._greeting
@@ -168,9 +164,9 @@ class Isolation:
 
     def discard(self) -> None:
         """End the child; harmless if there is none."""
-        child, self._child, self._serves = self._child, None, None
-        if child is not None:
-            child.end()
+        process, self._child, self._serves = self._child, None, None
+        if process is not None:
+            process.end()
 
     def release(self, recipe: tuple[Any, ...]) -> None:
         """Let the child free what a measurer holds on the device; the child stays for the next one."""
@@ -259,10 +255,9 @@ class _Child:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
+                child.command("tpf_jit.tune.isolated", "_serve", theirs.fileno(), os.getpid()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a template prints must not mix with the caller's output
@@ -320,10 +315,7 @@ class _Child:
 def _serve(descriptor: str, parent: str) -> None:
     """Main loop of the child: questions come in, announcements and answers go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Dies with the caller, in the middle of a launch too.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        os._exit(1)
+    child.die_with(int(parent))
     connection = Connection(int(descriptor))
     measurer: Any = None
 

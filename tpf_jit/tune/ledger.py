@@ -15,7 +15,7 @@ from typing import Any
 
 from tpf_jit.templates.base import canonical_json, config_to_dict
 from tpf_jit.tune.measure import DETAIL_LIMIT, Outcome
-from tpf_jit.tuning_db.rows import TrialRow, device_model, utc_now
+from tpf_jit.tuning_db.rows import TrialRow, device_model, second_after, utc_now
 
 RETRIED = ("compile_timeout", "launch_error", "compile_error")
 """Outcomes that `retry_failed` tries again: a machine's state may have caused them."""
@@ -72,7 +72,7 @@ class Ledger:
         self._owner = owner(self.session)
         self._held: dict[str, float] = {}
         self._current: dict[tuple[str, str, str], TrialRow] = {}
-        self._newest = ""
+        self._newest: dict[str, str] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -112,17 +112,21 @@ class Ledger:
             status=outcome.status,
             detail=outcome.detail[:DETAIL_LIMIT],
             grade=grade,
-            # Which sources were measured last goes by date: a clock that was set back must not make new rows the older ones.
-            date=max(utc_now(), self._newest),
+            date=self._date(self._template.source_hash()),
             session=self.session,
         )
         self._store.put_trial(row)
         self._add(row)
         return row
 
+    def _date(self, source_hash: str) -> str:
+        """Which sources were measured last goes by date, so rows are later than all of other sources, whatever the clock says."""
+        others = [second_after(date) for source, date in self._newest.items() if source != source_hash]
+        return max(utc_now(), self._newest.get(source_hash, ""), *others)
+
     def _add(self, row: TrialRow) -> None:
         self.rows.append(row)
-        self._newest = max(self._newest, row.date)
+        self._newest[row.source_hash] = max(self._newest.get(row.source_hash, ""), row.date)
         if not (self._retry_failed and row.status in RETRIED and row.session != self.session):
             self._current[row.grade, row.kernel_key, canonical_json(row.config)] = row
 

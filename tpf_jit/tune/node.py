@@ -8,8 +8,8 @@ process goes on after it. They end with this process, however it ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
+import logging
 import os
 import pickle
 import queue
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpf_jit import errors
+from tpf_jit import child, errors
 from tpf_jit.errors import MeasurementFailed, TpfError
 from tpf_jit.tune.cells import Cell
 from tpf_jit.tune.many import Limits, Place, sweep_many
@@ -31,8 +31,8 @@ from tpf_jit.tune.summary import FINISHED, CellReport, Summary, united
 
 PATIENCE = 2
 """A process that is lost this many times in a row without a new row is not replaced again."""
-_PR_SET_PDEATHSIG = 1
-_BOOT = "import sys,json; sys.path[:]=json.loads(sys.argv[1]); from tpf_jit.tune.node import _measure; _measure(int(sys.argv[2]))"
+
+_log = logging.getLogger("tpf_jit")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def sweep_node(
 
     Raises:
         NoKernel: there are no kernels for these GPUs.
-        MeasurementFailed: there is no GPU, or the processes of one were lost again and again without measuring anything.
+        MeasurementFailed: there is no GPU, or on every one the processes were lost again and again without measuring anything.
+            A single GPU of several is given up with a warning, and the others do its part.
         DatabaseError: the database cannot be read or written.
     """
     from tpf_jit.tuning_db.reader import user_database_path
@@ -111,7 +112,6 @@ class _Crew:
         self.parts: list[Summary] = []
         self.interrupted = False
         self.restarts = 0
-        self.failure: TpfError | None = None
         self._task = task
         self._gpus = gpus
         self._begin = begin
@@ -119,13 +119,19 @@ class _Crew:
         self._events: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._running: dict[int, subprocess.Popen] = {}
         self._strikes = dict.fromkeys(range(len(gpus)), 0)
+        self._failures: dict[int, TpfError] = {}
+        self._productive: set[int] = set()
+        self._finished: set[int] = set()
         self._told: set[str] = set()
-        self._rows = 0
+
+    @property
+    def failure(self) -> TpfError | None:
+        """Why the work could not be done; None when a process came to the end of the list, where it does what others left."""
+        return None if self._finished else next(iter(self._failures.values()), None)
 
     def run(self) -> None:
         try:
             with _interrupts_as(lambda: self._events.put((0, {"interrupt": True}))):
-                self._rows = self._count()
                 for number in range(len(self._gpus)):
                     self._start(number)
                 while self._running:
@@ -155,35 +161,35 @@ class _Crew:
         elif "summary" in event:
             # Its cells have been reported one by one.
             self.parts.append(replace(Summary.from_dict(event["summary"]), cells=()))
-            self._strikes[number] = -1
+            self._finished.add(number)
+        elif "trial" in event:
+            self._productive.add(number)
         elif "error" in event:
-            self.failure = getattr(errors, event["kind"], MeasurementFailed)(event["error"])
-            if not isinstance(self.failure, MeasurementFailed):
+            failure = self._failures[number] = getattr(errors, event["kind"], MeasurementFailed)(event["error"])
+            if not isinstance(failure, MeasurementFailed):
                 self._strikes[number] = PATIENCE
         else:
             code = self._running.pop(number).wait()
             self._ended(number, code)
 
     def _ended(self, number: int, code: int) -> None:
-        if self._strikes[number] < 0 or self.interrupted:
+        if number in self._finished or self.interrupted:
             return
-        rows = self._count()
-        self._strikes[number] = 0 if rows > self._rows and self._strikes[number] < PATIENCE else self._strikes[number] + 1
-        self._rows = rows
+        # Its own trials only: those of the other GPUs say nothing about this one.
+        progress = number in self._productive and self._strikes[number] < PATIENCE
+        self._productive.discard(number)
+        self._strikes[number] = 0 if progress else self._strikes[number] + 1
         if self._strikes[number] < PATIENCE:
             self.restarts += 1
+            self._failures.pop(number, None)
             self._start(number)
-        elif self.failure is None:
-            self.failure = MeasurementFailed(
-                f"the process that measures on GPU {self._gpus[number]} ended with code {code}, twice without measuring "
-                "anything; its message is on stderr. The same command goes on from what is there."
-            )
-
-    def _count(self) -> int:
-        from tpf_jit.tuning_db.store import TuningStore
-
-        with TuningStore(self._task.store) as store:
-            return sum(len(store.trials(cell=cell.key)) for cell in self._task.cells)
+            return
+        message = (
+            f"the process that measures on GPU {self._gpus[number]} ended with code {code}, twice without measuring "
+            "anything; its message is on stderr. The same command goes on from what is there."
+        )
+        failure = self._failures.setdefault(number, MeasurementFailed(message))
+        _log.warning("GPU %s is given up: %s", self._gpus[number], failure)
 
     def _start(self, number: int) -> None:
         limits = self._task.limits
@@ -191,7 +197,7 @@ class _Crew:
             limits = replace(limits, budget_s=limits.budget_s - (time.monotonic() - self._begin))
         task = replace(self._task, limits=limits, place=Place(number, len(self._gpus)))
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
+            child.command("tpf_jit.tune.node", "_measure", os.getpid()),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": self._gpus[number]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -230,13 +236,11 @@ def _listen(number: int, process: subprocess.Popen, task: bytes, events: Any) ->
     events.put((number, {}))
 
 
-def _measure(parent: int) -> None:
+def _measure(parent: str) -> None:
     """Main function of a measuring process: a task on stdin, events as JSON lines on what was stdout."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a kernel or a library prints must not mix with the events
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    child.die_with(int(parent))
 
     def say(event: dict[str, Any]) -> None:
         out.write(json.dumps(event) + "\n")
@@ -244,18 +248,32 @@ def _measure(parent: int) -> None:
 
     try:
         task: _Task = pickle.load(sys.stdin.buffer)
-        summary = sweep_many(
-            task.cells,
-            task.store,
-            task.options,
-            task.limits,
-            place=task.place,
-            on_cell=lambda report: say({"cell": report.__dict__}),
-            progress=False,
-        )
+        with _open(task.store, lambda trial: say({"trial": trial})) as store:
+            summary = sweep_many(
+                task.cells,
+                store,
+                task.options,
+                task.limits,
+                place=task.place,
+                on_cell=lambda report: say({"cell": report.__dict__}),
+                progress=False,
+            )
         say({"summary": summary.to_dict()})
     except TpfError as error:
         say({"error": str(error), "kind": type(error).__name__})
         os._exit(1)  # a lost device can make an orderly end wait for ever
     except KeyboardInterrupt:
         os._exit(130)
+
+
+def _open(path: str, told: Callable[[str], None]) -> Any:
+    """The tuning database, which tells the id of every trial that this process adds."""
+    from tpf_jit.tuning_db.store import TuningStore
+
+    class Telling(TuningStore):
+        def put_trial(self, row: Any) -> str:
+            identity = super().put_trial(row)
+            told(identity)
+            return identity
+
+    return Telling(path)

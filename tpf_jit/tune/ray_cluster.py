@@ -3,12 +3,14 @@
 Actors of one node share a database in a private folder of that node's local disk; each starts from the caller's rows, so what
 was measured before is not measured again. When a cell is done its rows come home as the lines of an export and are united by
 content hash into the caller's database, the only thing that outlives the run. An actor that is lost costs the candidate in
-flight, a node at most the cells in work on it: they are given to other actors, with the rows that are known.
+flight, a node at most the cells in work on it: they are given to other actors, with the rows that are known. An actor that
+cannot start, or whose node cannot keep its database, is given up, and the others do its part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -35,8 +37,12 @@ START_S = 600.0
 """Longest wait for a first or another GPU while nothing runs."""
 LOST = "lost"
 """State of a cell whose actor cannot measure any more."""
+CLOSE_S = 20.0
+"""Longest wait for the nodes to remove what a run has left there."""
 FOLLOWING = 8
 """Cells an actor is told of ahead, so that its workers compile for them."""
+
+_log = logging.getLogger("tpf_jit")
 
 
 @dataclass
@@ -75,8 +81,9 @@ def sweep_ray(
 
     Raises:
         InvalidInput: Ray is not installed.
-        MeasurementFailed: the cluster cannot be reached or has no GPU to give.
-        DatabaseError: the database cannot be read or written.
+        MeasurementFailed: the cluster cannot be reached or has no GPU to give, or no actor is left that could measure.
+        DatabaseError: the caller's database cannot be read or written, or that of no node.
+            Whatever is raised, the rows that are there have come home as far as they can.
     """
     ray = _ray()
     begin = time.monotonic()
@@ -92,6 +99,10 @@ def sweep_ray(
         except KeyboardInterrupt:
             drive.interrupted = True
             drive.bring()
+        except BaseException:
+            with contextlib.suppress(TpfError):  # the error at hand is the one to be told
+                drive.bring()
+            raise
         summaries = drive.parts + drive.leave()
         return united(
             [cell.key for cell in cells],
@@ -123,10 +134,12 @@ class _Drive:
         options = replace(options, workers=options.workers or max(1, cpus - 1), make_pool=options.make_pool)
         # Rows by reference: every node fetches them once.
         self._rows = ray.put(_lines(_content(store)))
-        self._arguments = (secrets.token_hex(8), options, limits.max_trials)
+        self._run = secrets.token_hex(8)
+        self._arguments = (self._run, options, limits.max_trials)
         # Two threads: one measures, the other hands out rows meanwhile.
         self._class = ray.remote(num_gpus=1, num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2)(_Actor)
         self._members: list[_Member] = []
+        self._started = False
 
     def run(self, cells: list[Cell]) -> None:
         """All cells, until they are done, given up, or out of time."""
@@ -144,9 +157,10 @@ class _Drive:
             for member in [each for each in self._members if each.future in done]:
                 self._take(member)
 
-    def bring(self) -> None:
-        """Rows of the cells in work, as far as they are."""
-        asked = [member.actor.rows.remote(member.cell.key) for member in self._members if member.cell is not None]
+    def bring(self, members: Sequence[_Member] | None = None) -> None:
+        """Rows of the cells in work, or of those that these members work on, as far as they are."""
+        members = self._members if members is None else members
+        asked = [member.actor.rows.remote(member.cell.key) for member in members if member.cell is not None]
         for future in asked:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 _import(self._store, self._ray.get(future, timeout=30))
@@ -161,10 +175,18 @@ class _Drive:
         return found
 
     def close(self) -> None:
-        """End all actors."""
+        """End all actors and remove the run's folder on every node, those included whose actors are lost."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         for member in self._members:
             with contextlib.suppress(Exception):
                 self._ray.kill(member.actor, no_restart=True)
+        with contextlib.suppress(Exception):
+            remove = self._ray.remote(num_cpus=0, max_retries=0)(_remove_folder)
+            nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+            there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+            asked = [remove.options(scheduling_strategy=each).remote(self._run) for each in there]
+            self._ray.wait(asked, num_returns=len(asked), timeout=CLOSE_S)
 
     def _join(self, queue: list[Cell]) -> None:
         actor = self._class.remote(*self._arguments, self._rows)
@@ -197,41 +219,47 @@ class _Drive:
     def _take(self, member: _Member) -> None:
         """What an actor answered, or that it is lost."""
         future, member.future = member.future, None
-        cell, member.cell = member.cell, None
         try:
             answer = self._ray.get(future)
         except self._ray.exceptions.RayTaskError as error:
-            self._lost(member, cell, error.cause if isinstance(error.cause, TpfError) else error)
+            self.bring([member])
+            self._lost(member, error.cause if isinstance(error.cause, TpfError) else error)
         except self._ray.exceptions.RayError as error:
-            self._lost(member, cell, error)
+            self._lost(member, error)
         else:
-            member.ready = True
-            if cell is not None:
-                report, lines = answer
-                _import(self._store, lines)
-                if report["state"] == LOST:
-                    self._lost(member, cell, MeasurementFailed(report["detail"]))
-                else:
-                    self._report(CellReport(**report))
+            member.ready = self._started = True
+            if member.cell is None:
+                return
+            report, lines = answer
+            _import(self._store, lines)
+            if report["state"] == LOST:
+                self._lost(member, MeasurementFailed(report["detail"]))
+            else:
+                member.cell = None
+                self._report(CellReport(**report))
 
-    def _lost(self, member: _Member, cell: Cell | None, error: Exception) -> None:
-        """Replace an actor; its cell is begun again by whoever is free first."""
+    def _lost(self, member: _Member, error: Exception) -> None:
+        """Replace an actor, or give it up where another would not do better; its cells are for whoever is free first."""
         self._members.remove(member)
         with contextlib.suppress(Exception):
             self._ray.kill(member.actor, no_restart=True)
-        if not member.ready:
-            # It never came up, and another would not either: no kernels for its GPU, no place for its database.
-            raise _as_ours(error)
-        if isinstance(error, DatabaseError):
-            raise error
-        self.restarts += 1
-        if cell is not None:
-            if self._attempts[cell.key] < ATTEMPTS:
-                member.queue.insert(0, cell)
+        if member.cell is not None:
+            key = member.cell.key
+            if self._attempts[key] < ATTEMPTS:
+                member.queue.insert(0, member.cell)
             else:
-                self._report(CellReport(cell.key, "failed", detail=f"given up after {ATTEMPTS} attempts: {error}"[:500]))
-        # Even without cells of its own left, it can help; it may take long to come, so others may take its cells.
-        self._join(member.queue)
+                self._report(CellReport(key, "failed", detail=f"given up after {ATTEMPTS} attempts: {error}"[:500]))
+        if member.ready and not isinstance(error, DatabaseError):
+            self.restarts += 1
+            # Even without cells of its own left, it can help; it may take long to come, so others may take its cells.
+            self._join(member.queue)
+            return
+        # Another would not come up either: no kernels for its GPU, no place for its database.
+        if not self._started or (member.queue and not self._members):
+            raise _as_ours(error)
+        _log.warning("an actor is given up, the other %d go on: %s", len(self._members), error)
+        if member.queue:
+            min(self._members, key=lambda each: len(each.queue)).queue.extend(member.queue)
 
     def _report(self, report: CellReport) -> None:
         self.parts.append(Summary((report,)))
@@ -273,10 +301,9 @@ class _Actor:
         return _lines(_content(self._runner.session.store, cell))
 
     def leave(self) -> dict[str, Any]:
-        """Close the database, remove the node's folder; the account of this actor's time."""
+        """Close the database; the account of this actor's time."""
         summary = self._runner.summary([])
         self._runner.__exit__(None, None, None)
-        shutil.rmtree(self._folder, ignore_errors=True)
         return summary.to_dict()
 
 
@@ -307,9 +334,21 @@ def _connect(ray: Any, address: str | None, stack: contextlib.ExitStack) -> None
     stack.callback(ray.shutdown)
 
 
+def _folder(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"tpf_jit-ray-{os.getuid()}-{run}"
+
+
+def _remove_folder(run: str) -> None:
+    """Remove this run's folder on the node where this is called; an actor that is being killed may write there until it is."""
+    end = time.monotonic() + CLOSE_S / 2
+    while (folder := _folder(run)).exists() and time.monotonic() < end:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+
+
 def _private_folder(run: str) -> Path:
     """This run's folder on a node's local disk, shared by the actors there. Refused if somebody else has made it."""
-    folder = Path(tempfile.gettempdir()) / f"tpf_jit-ray-{os.getuid()}-{run}"
+    folder = _folder(run)
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tpf_jit.compiler import KernelSpec
-from tpf_jit.errors import MeasurementFailed, NoKernel
+from tpf_jit.errors import InvalidInput, MeasurementFailed, NoKernel
 from tpf_jit.templates.base import canonical_json, config_to_dict
 from tpf_jit.tune import measure, order, sweep
 from tpf_jit.tune.build import Builder
@@ -38,7 +38,8 @@ class TuneOptions:
         finalists: configurations in the shoot-out.
         retry_failed: try again what failed to compile or to launch earlier.
         seed: of inputs and of Optuna's sampler; fresh when left out.
-        lease_s: seconds after which other processes may take over a candidate this one does not report on.
+        lease_s: seconds after which other processes may take over a candidate this one does not report on; an hour at most
+            (`tuning_db.store.LONGEST_LEASE_S`).
         storage: URL of a PostgreSQL (or MySQL) database, through which machines with tuning databases of their own search one
             cell together (`shared_study`).
         objects: object cache to use (`tpf_jit.cache.ObjectStore`).
@@ -46,6 +47,9 @@ class TuneOptions:
         make_measurer: `(template, shape) -> Measurer`, in place of the CUDA one.
         isolate: measure in a child process, so that a kernel which hangs or crashes costs one trial only; else in this one. Off
             by default until it has been seen to give the same figures on a GPU (tests/gpu/test_isolated.py).
+
+    Raises:
+        InvalidInput: `lease_s` is out of range.
     """
 
     template: Any = None
@@ -60,6 +64,13 @@ class TuneOptions:
     make_pool: Callable[[], Any] | None = None
     make_measurer: Callable[[Any, Any], Any] | None = None
     isolate: bool = False
+
+    def __post_init__(self) -> None:
+        from tpf_jit.tuning_db.store import LONGEST_LEASE_S
+
+        if not 0 < self.lease_s <= LONGEST_LEASE_S:
+            # Other processes would take a longer one for one from before the clock was set back, and drop it.
+            raise InvalidInput.of("lease_s", self.lease_s, f"more than 0, at most {LONGEST_LEASE_S:g} s")
 
 
 class Session:

@@ -1,0 +1,87 @@
+"""`tpf-jit bench trimul`: the triangle multiplicative update beside other implementations; the result is a record."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpf_jit.cli import _shapes
+from tpf_jit.cli._output import Json, cell, print_table, say
+from tpf_jit.cli._shapes import Batch, Dtype
+from tpf_jit.cli.bench import Crops, Device, Impls, Out, Passes, Rounds, Samples, command_line, finish, words
+
+if TYPE_CHECKING:
+    from tpf_jit.shape import TriangleMultiplicationShape
+
+Channels = Annotated[str, typer.Option("--channels", help="Channels of the pair tensor, for crops; several with commas.")]
+Hidden = Annotated[int | None, typer.Option("--hidden", help="Hidden width, for crops; the channels if left out.")]
+Directions = Annotated[str, typer.Option("--direction", help="outgoing, incoming, or both with a comma, for crops.")]
+WeightDtype = Annotated[str, typer.Option("--weight-dtype", help="float32 or bfloat16, for crops.")]
+PairMask = Annotated[str, typer.Option("--mask", help="none, bool or float, for crops.")]
+
+
+def trimul(
+    crops: Crops = "384,768,1024",
+    channels: Channels = "128",
+    hidden: Hidden = None,
+    direction: Directions = "outgoing",
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    weight_dtype: WeightDtype = "float32",
+    mask: PairMask = "none",
+    passes: Passes = "forward",
+    impls: Impls = None,
+    rounds: Rounds = 10,
+    samples: Samples = 20,
+    device: Device = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Time the triangle multiplicative update: tpf_jit, stock PyTorch, and every other library that is installed, interleaved."""
+    from tpf_jit.bench import RoundSettings, bench_multiplication
+
+    options = {"hidden": hidden, "batch": batch, "dtype": dtype, "weight_dtype": weight_dtype, "mask": mask}
+    shapes = multiplication_shapes(crops, channels, direction, **options)
+    settings = RoundSettings(impls=words(impls) if impls else None, rounds=rounds, samples=samples)
+    record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say)
+    finish(record, out, json, _table)
+
+
+def multiplication_shapes(target: str, channels: str, directions: str, **options: Any) -> list[TriangleMultiplicationShape]:
+    """The triangle multiplications that crops with options, a preset or a key name, in order."""
+    from tpf_jit.errors import InvalidInput
+    from tpf_jit.shape import TriangleMultiplicationShape
+
+    if target[:1].isdecimal():
+        grid = product(_shapes.integers(channels, "--channels"), words(directions), _shapes.integers(target, "--crops"))
+        found = [TriangleMultiplicationShape(crop=crop, channels=width, direction=way, **options) for width, way, crop in grid]
+    else:
+        found = [shape for shape in _shapes.shapes([target]) if isinstance(shape, TriangleMultiplicationShape)]
+    if not found:
+        raise InvalidInput.of("--crops", repr(target), "crops, or a preset or key with triangle multiplications")
+    return list(dict.fromkeys(found))
+
+
+def _table(record: dict[str, Any]) -> None:
+    columns = ("problem", "pass", "implementation", "ms", "p10", "p90", "peak MiB", *_ERRORS, "configuration")
+    rows = []
+    for row in record["rows"]:
+        problem = " ".join(f"{name}={row[name]}" for name in ("B", "N", "C", "hidden")) + f" {row['direction']}"
+        errors = (row["rel_rms"].get(name) for name in _ERRORS)
+        times = (row["ms"], row["ms_p10"], row["ms_p90"])
+        rows.append((problem, row["pass"], row["impl"], *times, row.get("peak_mib"), *errors, _configuration(row)))
+    absent = "; ".join(f"{impl}: {why}" for impl, why in record["absent_peers"].items())
+    title = f"triangle multiplicative update on {record['device']['name']}"
+    print_table(title, columns, rows, f"not measured: {absent}" if absent else "")
+
+
+_ERRORS = ("out", "dz", "dweights")
+"""Columns of errors: relative RMS against float64, of the weights the mean."""
+
+
+def _configuration(row: dict[str, Any]) -> str:
+    config = row.get("config") or {}
+    parts = (f"{name} {cell(value)}" for name, value in config.items())
+    return ": ".join(filter(None, (row.get("config_from"), "; ".join(parts))))
