@@ -339,11 +339,16 @@ def _folder(run: str) -> Path:
 
 
 def _remove_folder(run: str) -> None:
-    """Remove this run's folder on the node where this is called; an actor that is being killed may write there until it is."""
-    end = time.monotonic() + CLOSE_S / 2
-    while (folder := _folder(run)).exists() and time.monotonic() < end:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove this run's folder on the node where this is called; an actor that is being killed may make and fill it until it is
+    dead, so it must stay away for a second."""
+    now = seen = time.monotonic()
+    end = now + CLOSE_S / 2
+    while now < end and now < seen + 1.0:
+        if (folder := _folder(run)).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            seen = now
         time.sleep(0.05)
+        now = time.monotonic()
 
 
 def _private_folder(run: str) -> Path:
