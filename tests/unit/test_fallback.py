@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tpf_jit
 from tpf_jit.ops import fallback
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import reference
@@ -216,3 +217,14 @@ def test_equal_calls_give_equal_bits() -> None:
     first, _ = run(x)
     again, _ = run(x)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_nans_of_excluded_keys_do_not_spread(kind: str) -> None:
+    q, k, v = (torch.randn(1, 2, 1, 9, 8) for _ in range(3))
+    bias, keep = torch.randn(1, 1, 1, 9, 9), torch.ones(1, 2, 1, 1, 9, dtype=torch.bool)
+    keep[..., 4] = False
+    mask = keep if kind == "bool" else torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
+    want = tpf_jit.triangle_attention(q, k, v, bias, mask)
+    k[..., 4, :], bias[..., 4] = math.nan, math.inf
+    assert torch.equal(tpf_jit.triangle_attention(q, k, v, bias, mask), want)

@@ -65,7 +65,7 @@ def list_(
 def _layers(db: Path | None, shipped: bool) -> list[Any]:
     from tpf_jit.tuning_db import reader
 
-    user = db or reader.user_database_path()
+    user = _existing(db) if db is not None else reader.user_database_path()
     layers = [reader.read_layer(user)] if user.is_file() else []
     return layers + ([reader.read_shipped()] if shipped else [])
 

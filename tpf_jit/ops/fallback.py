@@ -160,7 +160,8 @@ def _scores(
         if keys.dtype == torch.bool:
             score.masked_fill_(keys.logical_not(), -math.inf)
         else:
-            score.add_(keys)
+            # As in the kernels, a NaN in the k or bias of an excluded key must not spread.
+            score.add_(keys).masked_fill_(keys == -math.inf, -math.inf)
     return score
 
 
