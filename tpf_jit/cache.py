@@ -159,6 +159,10 @@ class ObjectStore:
             obj = compile(spec)
             return self.put(obj) or obj
 
+    def keeps(self, spec: KernelSpec) -> bool:
+        """Whether the next process finds a kernel that this one has compiled: its object was written, and its hash recorded."""
+        return spec.key not in self._memory and spec.key not in self._unrecorded
+
     def resources(self, spec: KernelSpec) -> dict[str, Any]:
         """What is recorded about a compiled kernel (see `inspect_sass`); empty if nothing is."""
         return self._resources.get(spec.key) or self._records.resources(spec.key)

@@ -73,3 +73,15 @@ def test_demo_fails_when_a_result_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
     captured = capsys.readouterr()
     assert "Error: not as it should be: the operator on random input" in captured.err
     assert " no " in captured.out
+
+
+@pytest.mark.parametrize("variable", ["TPF_JIT_CACHE", "TPF_JIT_DB"])
+def test_compile_says_when_nothing_could_be_kept(tmp_path: Path, variable: str) -> None:
+    """A script that compiles ahead must see it."""
+    (tmp_path / "file").write_text("in the way")
+    places = {"TPF_JIT_CACHE": str(tmp_path / "objects"), "TPF_JIT_DB": str(tmp_path / "user.db")}
+    environment = {**os.environ, **places, variable: str(tmp_path / "file" / "inside")}
+    command = [sys.executable, "-m", "tpf_jit", "compile", "384", "--arch", "sm_90a"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "could not be kept" in done.stderr and "triangle_attention" in done.stdout
+    assert variable in done.stderr, "the warning names the remedy"

@@ -32,6 +32,8 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of the targets into the object cache, with or without a GPU, and show their resources."""
     import tpf_jit
+    from tpf_jit.errors import TpfError
+    from tpf_jit.kernels import default_store
 
     shapes = _shapes.shapes(
         targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
@@ -43,9 +45,11 @@ def compile_kernels(
         serves.setdefault(kernel.spec, []).append(kernel)
     if json:
         print_json([_kernel_json(kernels) for kernels in serves.values()])
-        return
-    columns = ("kernel", "configuration", "from", "registers", "shared", "spilled", "wgmma", "TMA", "serves")
-    print_table("compiled kernels", columns, [_kernel_row(kernels) for kernels in serves.values()])
+    else:
+        columns = ("kernel", "configuration", "from", "registers", "shared", "spilled", "wgmma", "TMA", "serves")
+        print_table("compiled kernels", columns, [_kernel_row(kernels) for kernels in serves.values()])
+    if not all(default_store().keeps(spec) for spec in serves):
+        raise TpfError("kernels were compiled but could not be kept; the warnings above say why")
 
 
 def _kernel_json(kernels: list[Any]) -> dict[str, Any]:
