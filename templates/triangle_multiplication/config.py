@@ -5,7 +5,7 @@ front -> product -> back, see layout.py. The device code is in {front,product,ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,49 @@ class _MultiplicationTemplate(Template):
             return False, f"the kernel takes bfloat16, not {shape.dtype}"
         return True, "triangle multiplicative update on tensor cores (wgmma, TMA)"
 
+    def choices(self) -> Mapping[str, Container[int]]:
+        """The values that each field of a configuration may have."""
+        raise NotImplementedError
+
+    def indivisible(self, shape: Any, config: Any) -> str | None:
+        """What of the problem a tile does not divide."""
+        return None
+
+    def registers(self, config: Any) -> tuple[int, ...]:
+        """Registers a thread of each role, the consumers' last."""
+        return norm_split(config.consumer_warpgroups)
+
+    def registers_needed(self, shape: Any, config: Any) -> int:
+        """Of a consumer's thread."""
+        raise NotImplementedError
+
+    def shared_bytes(self, shape: Any, config: Any) -> int:
+        """Of one CTA."""
+        raise NotImplementedError
+
+    def check(self, shape: Any, config: Any) -> str | None:
+        for name, allowed in self.choices().items():
+            if getattr(config, name) not in allowed:
+                return f"{name}={getattr(config, name)} is outside {allowed}"
+        reason = self.indivisible(shape, config)
+        if reason is not None:
+            return reason
+        needed, available = self.registers_needed(shape, config), self.registers(config)[-1]
+        if needed > available:
+            return f"needs about {needed} registers a thread, {available} are available"
+        if self.shared_bytes(shape, config) > CTA_SHARED_BYTES:
+            return f"needs {self.shared_bytes(shape, config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
+        return None
+
+    def resources(self, shape: Any, config: Any) -> Resources:
+        registers = self.registers(config)
+        return Resources(
+            threads=128 * (config.consumer_warpgroups + len(registers) - 1),
+            smem_bytes=self.shared_bytes(shape, config),
+            registers_per_consumer=registers[-1],
+            ctas_per_sm=1,
+        )
+
 
 def norm_split(warpgroups: int) -> tuple[int, int, int]:
     """(producer, normalising, consumer) registers a thread, as setmaxnreg hands them out of the CTA's pool; multiples of 8."""
@@ -74,20 +117,15 @@ class TriangleMultiplicationFront(_MultiplicationTemplate):
         weights = 4 * 64 * config.tile_k * config.weight_stages
         return 3072 + z + weights + 128 * config.tile_n * config.consumer_warpgroups + 8 * shape.channels
 
-    def check(self, shape: Any, config: FrontConfig) -> str | None:
-        for name, allowed in (
-            ("tile_n", (32, 64, 96, 128)), ("consumer_warpgroups", (1, 2, 3)), ("tile_k", range(16, 129, 16)),
-            ("z_stages", (1, 2)), ("weight_stages", range(2, 9)),
-        ):
-            if getattr(config, name) not in allowed:
-                return f"{name}={getattr(config, name)} is outside {allowed}"
+    def choices(self) -> Mapping[str, Container[int]]:
+        return {
+            "tile_n": (32, 64, 96, 128), "consumer_warpgroups": (1, 2, 3), "tile_k": range(16, 129, 16), "z_stages": (1, 2),
+            "weight_stages": range(2, 9),
+        }  # fmt: skip
+
+    def indivisible(self, shape: Any, config: FrontConfig) -> str | None:
         if shape.channels % config.tile_k:
             return f"tile_k={config.tile_k} does not divide the {shape.channels} channels"
-        available = norm_split(config.consumer_warpgroups)[2]
-        if self.registers_needed(shape, config) > available:
-            return f"needs about {self.registers_needed(shape, config)} registers a thread, {available} are available"
-        if self.shared_bytes(shape, config) > CTA_SHARED_BYTES:
-            return f"needs {self.shared_bytes(shape, config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
         return None
 
     def space(self, shape: Any) -> list[FrontConfig]:
@@ -118,18 +156,10 @@ class TriangleMultiplicationFront(_MultiplicationTemplate):
 
         return max(self.space(shape), key=rank)
 
-    def resources(self, shape: Any, config: FrontConfig) -> Resources:
-        return Resources(
-            threads=128 * (config.consumer_warpgroups + 2),
-            smem_bytes=self.shared_bytes(shape, config),
-            registers_per_consumer=norm_split(config.consumer_warpgroups)[2],
-            ctas_per_sm=1,
-        )
-
     def build(self, variant: Mapping[str, Any], config: FrontConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import front_sm90
 
-        return front_sm90.build(variant, config, norm_split(config.consumer_warpgroups), options)
+        return front_sm90.build(variant, config, self.registers(config), options)
 
     def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
         from tpf_jit.templates.triangle_multiplication.workload import FrontWorkload
@@ -173,22 +203,17 @@ class TriangleMultiplicationBack(_MultiplicationTemplate):
         weights = 2 * config.tile_c * config.tile_k * config.weight_stages
         return 4096 + pairs + weights + 128 * config.tile_c * config.consumer_warpgroups + 16 * shape.channels + 8 * shape.hidden
 
-    def check(self, shape: Any, config: BackConfig) -> str | None:
-        for name, allowed in (
-            ("tile_c", range(16, 129, 16)), ("tile_k", range(16, 129, 16)), ("consumer_warpgroups", (1, 2, 3)),
-            ("stages", (1, 2)), ("weight_stages", range(2, 9)),
-        ):
-            if getattr(config, name) not in allowed:
-                return f"{name}={getattr(config, name)} is outside {allowed}"
+    def choices(self) -> Mapping[str, Container[int]]:
+        return {
+            "tile_c": range(16, 129, 16), "tile_k": range(16, 129, 16), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2),
+            "weight_stages": range(2, 9),
+        }  # fmt: skip
+
+    def indivisible(self, shape: Any, config: BackConfig) -> str | None:
         if shape.channels % config.tile_c:
             return f"tile_c={config.tile_c} does not divide the {shape.channels} channels"
         if shape.channels % config.tile_k or shape.hidden % config.tile_k:
             return f"tile_k={config.tile_k} does not divide both {shape.channels} and {shape.hidden}"
-        available = norm_split(config.consumer_warpgroups)[2]
-        if self.registers_needed(shape, config) > available:
-            return f"needs about {self.registers_needed(shape, config)} registers a thread, {available} are available"
-        if self.shared_bytes(shape, config) > CTA_SHARED_BYTES:
-            return f"needs {self.shared_bytes(shape, config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
         return None
 
     def space(self, shape: Any) -> list[BackConfig]:
@@ -214,18 +239,10 @@ class TriangleMultiplicationBack(_MultiplicationTemplate):
 
         return max(self.space(shape), key=rank)
 
-    def resources(self, shape: Any, config: BackConfig) -> Resources:
-        return Resources(
-            threads=128 * (config.consumer_warpgroups + 2),
-            smem_bytes=self.shared_bytes(shape, config),
-            registers_per_consumer=norm_split(config.consumer_warpgroups)[2],
-            ctas_per_sm=1,
-        )
-
     def build(self, variant: Mapping[str, Any], config: BackConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import back_sm90
 
-        return back_sm90.build(variant, config, norm_split(config.consumer_warpgroups), options)
+        return back_sm90.build(variant, config, self.registers(config), options)
 
     def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
         from tpf_jit.templates.triangle_multiplication.workload import BackWorkload
@@ -257,27 +274,22 @@ class _Product(_MultiplicationTemplate):
     def variant(self, shape: Any) -> dict[str, Any]:
         return {"dtype": shape.dtype, "product": self.direction.removeprefix("product_")}
 
-    def registers_needed(self, config: ProductConfig) -> int:
+    def choices(self) -> Mapping[str, Container[int]]:
+        return {
+            "tile_n": (128, 192, 256), "consumer_warpgroups": (1, 2, 3), "tile_k": (32, 64, 128), "stages": range(2, 9),
+            "ctas_per_sm": (1,),
+        }  # fmt: skip
+
+    def registers(self, config: ProductConfig) -> tuple[int, int]:
+        return register_split(config)
+
+    def registers_needed(self, shape: Any, config: ProductConfig) -> int:
         """Sums (tile_n/2), and 40 for the rest."""
         return config.tile_n // 2 + 40
 
-    def shared_bytes(self, config: ProductConfig) -> int:
+    def shared_bytes(self, shape: Any, config: ProductConfig) -> int:
         stage = 2 * config.tile_k * (64 * config.consumer_warpgroups + config.tile_n)
         return 2048 + config.stages * stage + config.consumer_warpgroups * 8192
-
-    def check(self, shape: Any, config: ProductConfig) -> str | None:
-        for name, allowed in (
-            ("tile_n", (128, 192, 256)), ("consumer_warpgroups", (1, 2, 3)), ("tile_k", (32, 64, 128)),
-            ("stages", range(2, 9)), ("ctas_per_sm", (1,)),
-        ):
-            if getattr(config, name) not in allowed:
-                return f"{name}={getattr(config, name)} is outside {allowed}"
-        available = register_split(config)[1]
-        if self.registers_needed(config) > available:
-            return f"needs about {self.registers_needed(config)} registers a thread, {available} are available"
-        if self.shared_bytes(config) > CTA_SHARED_BYTES:
-            return f"needs {self.shared_bytes(config)} bytes of shared memory, {CTA_SHARED_BYTES} are available"
-        return None
 
     def space(self, shape: Any) -> list[ProductConfig]:
         found = []
@@ -297,18 +309,10 @@ class _Product(_MultiplicationTemplate):
         """128 by 128, from a crop of 512 on 128 by 256: within a few percent of the fastest on an H200; always legal."""
         return ProductConfig(128, stages=6) if shape.crop < 512 else ProductConfig()
 
-    def resources(self, shape: Any, config: ProductConfig) -> Resources:
-        return Resources(
-            threads=128 * (config.consumer_warpgroups + 1),
-            smem_bytes=self.shared_bytes(config),
-            registers_per_consumer=register_split(config)[1],
-            ctas_per_sm=1,
-        )
-
     def build(self, variant: Mapping[str, Any], config: ProductConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import product_sm90
 
-        return product_sm90.build(variant, config, register_split(config), options)
+        return product_sm90.build(variant, config, self.registers(config), options)
 
     def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
         from tpf_jit.templates.triangle_multiplication.workload import ProductWorkload
