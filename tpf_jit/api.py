@@ -26,7 +26,7 @@ from tpf_jit.ops.settings import residual_compensation
 from tpf_jit.ops.triangle_attention import triangle_attention
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
 from tpf_jit.pool import CompilePool
-from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, is_key, parse_key, preset
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, is_key, is_shape, parse_key, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import config_from_dict
 
@@ -228,7 +228,7 @@ def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any, p_in_weight: Any) -> 
         return multiplication_routing.inspect_call(q, mask, p_in_weight)
     if isinstance(q, Tensor) and p_in_weight is None:
         return inspect_call(q, k, v, bias, mask)
-    if not _is_shape(q) or any(x is not None for x in (k, v, bias, mask, p_in_weight)):
+    if not is_shape(q) or any(x is not None for x in (k, v, bias, mask, p_in_weight)):
         allowed = "a shape alone, the tensors q, k, v, bias and perhaps mask, or z with p_in_weight and perhaps mask"
         raise InvalidInput.of("q", type(q).__name__, allowed)
     device = _current_device()
@@ -241,13 +241,9 @@ def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _is_shape(item: Any) -> bool:
-    return hasattr(item, "op") and hasattr(item, "key")
-
-
 def _shapes(problem: Any) -> tuple[list[Any], bool]:
     """The shapes of a problem, and whether it was a single one."""
-    if _is_shape(problem):
+    if is_shape(problem):
         return [problem], True
     if isinstance(problem, str) and is_key(problem):
         return [parse_key(problem)], True

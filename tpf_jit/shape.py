@@ -282,6 +282,11 @@ def is_key(text: str) -> bool:
     return bool(slash) and op in SHAPES
 
 
+def is_shape(item: Any) -> bool:
+    """Whether something is a problem of any operation, another package's too."""
+    return hasattr(item, "op") and hasattr(item, "key")
+
+
 def parse_key(key: str) -> TriangleAttentionShape | TriangleMultiplicationShape:
     """The shape of any operation from its key.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tpf_jit.errors import InvalidInput, NoKernel
-from tpf_jit.shape import is_key, parse_key, preset
+from tpf_jit.shape import is_key, is_shape, parse_key, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import canonical_json
 from tpf_jit.tune.session import supporting
@@ -99,8 +99,8 @@ def shapes_of(problem: Any) -> list[Any]:
         return [parse_key(problem)]
     if isinstance(problem, (str, os.PathLike)):
         return preset(problem)
-    found = [problem] if _is_shape(problem) else list(problem) if isinstance(problem, Iterable) else []
-    if not found or not all(_is_shape(item) for item in found):
+    found = [problem] if is_shape(problem) else list(problem) if isinstance(problem, Iterable) else []
+    if not found or not all(is_shape(item) for item in found):
         raise InvalidInput.of("problem", repr(problem)[:200], "a shape, a list of shapes, a shape key, or a preset")
     return found
 
@@ -131,10 +131,6 @@ def share_s(left_s: float | None, cells_left: int, processes: int = 1) -> float 
     if left_s is None:
         return None
     return max(0.0, left_s) * min(1.0, processes / max(1, cells_left))
-
-
-def _is_shape(item: Any) -> bool:
-    return hasattr(item, "op") and hasattr(item, "key")
 
 
 def _natural(text: str) -> tuple[Any, ...]:
