@@ -187,6 +187,8 @@ class _Drive:
             there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
             asked = [remove.options(scheduling_strategy=each).remote(self._run) for each in there]
             self._ray.wait(asked, num_returns=len(asked), timeout=CLOSE_S)
+        # This node's again, last: where the cores are busy, Ray may start no worker for the task in time.
+        _remove_folder(self._run)
 
     def _join(self, queue: list[Cell]) -> None:
         actor = self._class.remote(*self._arguments, self._rows)
