@@ -12,8 +12,8 @@ Layouts as in backward_query_sm90.py, whose calling convention this kernel share
 
 One task is (b, h, 64 * W queries, slab), done by a cluster of CTAs of which each keeps one tile of tile_n keys, so that the
 cluster covers all keys. Bias tile and bias gradient stay where they are, in shared memory and in registers, while the CTA walks
-the rows of its slab; the gradient leaves once, at the end. Every CTA has a part of dQ only: it sends the queries of each CTA of
-the cluster to that CTA's shared memory (bulk copies, DSMEM), where they are added in the order of the ranks. No atomics anywhere.
+the rows of its slab; the gradient leaves once, at the end. Every CTA has a part of dQ only: it sends the queries of each other
+CTA of the cluster to that CTA's shared memory (bulk copies, DSMEM), where they are added in the order of the ranks. No atomics anywhere.
 
 Warp roles: warpgroup 0 is the producer (one warp issues TMA); each of the W consumer warpgroups owns 64 queries. A consumer
 step, for one row: S is there since the step before; logits and P, meanwhile dP = dO V^T; dS; dQ = dS K and at once S of the next
@@ -353,8 +353,9 @@ class TriangleAttentionBackwardTileSm90:
             lane = tidx % 32
             if lane == 0:
                 own = cutlass.min(self.slice_rows, Q_ROWS - rank * self.slice_rows) * (4 * self.tile_hdim)
-                cute.arch.mbarrier_arrive_and_expect_tx(full + buffer, own * self.cluster)
-            if lane < self.cluster:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + buffer, own * (self.cluster - 1))
+            # Its own part stays: memcheck calls a copy through the cluster's window into the same CTA out of bounds.
+            if (lane < self.cluster) & (lane != rank):
                 theirs = cutlass.min(self.slice_rows, Q_ROWS - lane * self.slice_rows) * (4 * self.tile_hdim)
                 target = received + (buffer * self.cluster + rank) * self.slice_floats
                 copy_to_cta(target, base + lane * self.slice_floats, full + buffer, lane, theirs)
@@ -362,11 +363,13 @@ class TriangleAttentionBackwardTileSm90:
     @cute.jit
     def add_up(self, exchange, i: Int32, mdQ, scale, crop, coord, q_tile, wg: Int32, rank: Int32, tidx: Int32):
         """dQ of this CTA's queries of row number i: the parts in the order of the ranks, scaled, rounded, stored."""
-        full, empty, _, received = exchange
+        full, empty, sent, received = exchange
         batch, row, head = coord
         buffer = (i % BUFFERS) * self.warpgroups + wg
         cute.arch.mbarrier_wait(full + buffer, (i // BUFFERS) % 2)
-        base = received + buffer * (self.cluster * self.slice_floats)
+        # Floats from the start of what is sent: those of this CTA's own part, and those of what came.
+        own = buffer * (Q_ROWS * self.tile_hdim) + rank * self.slice_floats
+        came = (received.toint() - sent.toint()) // 4 + buffer * (self.cluster * self.slice_floats)
         for t in cutlass.range_constexpr(-(-self.slice_floats // 256)):
             at = 2 * (tidx + 128 * t)
             in_slice, channel = at // self.tile_hdim, at % self.tile_hdim
@@ -376,7 +379,10 @@ class TriangleAttentionBackwardTileSm90:
                 total.fill(0.0)
                 for c in cutlass.range_constexpr(self.cluster):
                     part = cute.make_rmem_tensor(2, Float32)
-                    source = cute.make_tensor((base + (c * self.slice_floats + at)).align(8), cute.make_layout(2))
+                    offset = came + c * self.slice_floats
+                    if c == rank:
+                        offset = own
+                    source = cute.make_tensor((sent + (offset + at)).align(8), cute.make_layout(2))
                     cute.autovec_copy(source, part)
                     total.store(total.load() + part.load())
                 total.store(total.load() * scale)

@@ -453,6 +453,9 @@ def test_the_tile_kernel_in_every_configuration(fields: dict, family: str) -> No
     workload = template.workload(shape, DEVICE, family=family)
     data = workload.make_inputs(0)
     want, allowed = workload.reference(data), workload.bounds()
+    if shape.crop == 1:
+        # Of one key dS is exactly zero, and what is left of equal float32 numbers is measured against the floor.
+        allowed["dbias"] = 1e-3
     for config in template.space(shape):
         function = kernels.get_kernel(template.name, shape, (), config).function
         workload.configure(config)
