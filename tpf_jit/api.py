@@ -19,7 +19,7 @@ from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
 from tpf_jit.explanation import Explanation, explain_kernel
-from tpf_jit.ops import launch, multiplication_routing, routing, settings
+from tpf_jit.ops import launch, multiplication_backward, multiplication_routing, routing, settings
 from tpf_jit.ops.launch import run_kernel
 from tpf_jit.ops.plans import inspect_call
 from tpf_jit.ops.settings import residual_compensation
@@ -112,8 +112,9 @@ def explain(
 ) -> Explanation:
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
-    Calls are named by their tensors as for `is_supported`. Of a triangle multiplication's three kernels it shows the contraction.
-    Where no kernel can run here, the explanation still shows the one that the default architecture would run.
+    Calls are named by their tensors as for `is_supported`. Of a triangle multiplication's kernels it shows the contraction, and
+    names those of the backward. Where no kernel can run here, the explanation still shows those that the default architecture
+    would run.
 
     Raises:
         InvalidInput: tensors that do not fit together.
@@ -122,13 +123,24 @@ def explain(
     if shape is None:
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
+    several = isinstance(shape, TriangleMultiplicationShape)
     try:
-        several = isinstance(shape, TriangleMultiplicationShape)
         family = multiplication_routing.contraction(shape.direction) if several else f"{shape.op}/forward"
         kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
-    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN)
+    backward = _explain_backward(shape, kernel.spec.arch, reason is None) if several else None
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, backward)
+
+
+def _explain_backward(shape: TriangleMultiplicationShape, arch: str, here: bool) -> str:
+    """Path and kernels of the backward of a call without residual, on this device or on one of the architecture."""
+    reason = multiplication_routing.backward_unsupported(shape)
+    if reason is not None:
+        return f"PyTorch: {reason}"
+    variants = multiplication_backward.all_variants(shape)
+    names = ", ".join(kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants)
+    return names if here else f"{names} (what a device of {arch} would run)"
 
 
 def compile(
@@ -138,6 +150,7 @@ def compile(
     config: Any = None,
     residual: bool = False,
     workers: int | None = None,
+    training: bool = False,
 ) -> CompiledKernel | list[CompiledKernel]:
     """Compile the kernel of a shape, or of every shape of a list or preset, with or without a GPU.
 
@@ -148,6 +161,7 @@ def compile(
         config: a configuration of that template (or of the first that serves the shape), as its dataclass or as a dict.
         residual: the forward of training, which also writes what rounding took from its output.
         workers: compile processes for several kernels; one per usable CPU when left out.
+        training: also what a training step runs for these shapes (see `warmup`), after the others.
 
     Returns:
         One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has several
@@ -162,6 +176,8 @@ def compile(
     """
     shapes, single = _shapes(problem)
     chosen = [kernel for shape in shapes for kernel in _choose(shape, _target(arch), template, config, residual)]
+    if training:
+        chosen += [kernel for shape in shapes for kernel in _of_training(shape)]
     _build({kernel.spec for kernel in chosen}, workers)
     compiled = [CompiledKernel(kernel) for kernel in chosen]
     return compiled[0] if single and len(compiled) == 1 else compiled
@@ -177,8 +193,9 @@ def warmup(
         residual: the forward of training in place of that of inference.
         workers: compile processes.
         training: also what a training step runs for these shapes: the forward that keeps its roundings (unless
-            `residual_compensation` is off) and the backward's kernels. A step whose bias is frozen has a variant of its own,
-            which its first run compiles, as have triangle multiplications with projection biases.
+            `residual_compensation` is off) or, of a triangle multiplication, its statistics, and the backward's kernels. A step
+            whose bias is frozen has a variant of its own, which its first run compiles, as have triangle multiplications with
+            projection biases.
 
     Returns:
         The kernels. Where the current device runs none, a FallbackWarning says why, and the list is empty.
@@ -296,7 +313,13 @@ def _choose_one(
 
 
 def _of_training(shape: Any) -> list[kernels.Kernel]:
-    """The kernels of a training step in which everything has a gradient; none for operations other than our own."""
+    """The kernels of a training step in which everything has a gradient; none for operations other than our own, nor where the
+    backward takes the PyTorch path and the forward is that of inference."""
+    if isinstance(shape, TriangleMultiplicationShape):
+        if multiplication_routing.backward_unsupported(shape) is not None:
+            return []
+        wanted = [*multiplication_routing.usual_variants(shape, stats=True), *multiplication_backward.all_variants(shape)]
+        return [kernels.get_kernel(family, shape, flags) for family, flags in dict.fromkeys(wanted)]
     if not isinstance(shape, TriangleAttentionShape):
         return []
     compensated = settings.compensates(shape.mask == "additive")
@@ -344,6 +367,12 @@ def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
         raise failures[0]
 
 
+# A variant's flag, and the attribute by which a workload gives a kernel what it compiles in.
+_FLAG_ATTRIBUTES = (
+    ("residual", "residual"), ("residual", "with_residual"), ("dbias", "dbias"), ("stats", "with_stats"), ("stats", "stats"),
+)  # fmt: skip
+
+
 def _launch_once(kernel: kernels.Kernel, device: torch.device) -> None:
     """Load a kernel and launch it on a small problem, as the driver loads code lazily, at the first launch."""
     shape = kernel.shape
@@ -355,7 +384,7 @@ def _launch_once(kernel: kernels.Kernel, device: torch.device) -> None:
     with torch.cuda.device(device):
         workload = kernel.template.workload(shape, device)
         variant = dict(kernel.spec.variant)
-        for flag, attribute in (("residual", "residual"), ("residual", "with_residual"), ("dbias", "dbias")):
+        for flag, attribute in _FLAG_ATTRIBUTES:
             if flag in variant and hasattr(workload, attribute):
                 setattr(workload, attribute, variant[flag])
         if hasattr(workload, "configure"):

@@ -38,6 +38,8 @@ class Explanation:
     """"loaded", "cached", "not compiled", or why it cannot be had."""
     resources: dict[str, Any] = field(default_factory=dict)
     """Of the compiled kernel, or what arithmetic says before it is compiled."""
+    backward: str | None = None
+    """Of a triangle multiplication: the templates of the backward's kernels, or "PyTorch: " and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-friendly values."""
@@ -58,11 +60,13 @@ class Explanation:
                 f"  object     {self.state}",
                 "  resources  " + (", ".join(f"{name}={value}" for name, value in _shown(self.resources)) or "unknown"),
             ]
+        if self.backward is not None:
+            lines.append(f"  backward   {self.backward}")
         return "\n".join(lines)
 
 
-def explain_kernel(kernel: kernels.Kernel, path: str, reason: str) -> Explanation:
-    """All about one kernel, for a call that takes `path` for `reason`. Compiles nothing."""
+def explain_kernel(kernel: kernels.Kernel, path: str, reason: str, backward: str | None = None) -> Explanation:
+    """All about one kernel, for a call that takes `path` for `reason`, and what is known of its backward. Compiles nothing."""
     template = kernel.template
     found = None
     if kernel.config_from != "explicit":
@@ -82,6 +86,7 @@ def explain_kernel(kernel: kernels.Kernel, path: str, reason: str) -> Explanatio
         measured_us=None if found is None else found.us,
         state=state,
         resources=resources or vars(template.resources(kernel.shape, kernel.config)),
+        backward=backward,
     )
 
 

@@ -13,6 +13,7 @@ def normalise_pair(
     channels: cutlass.Constexpr, lanes: cutlass.Constexpr, dtype: cutlass.Constexpr,
 ):
     """LN of one row by `lanes` neighbouring threads, float32 inside: mean, then the variance about it, as PyTorch takes them.
+    Returns the mean and the reciprocal deviation.
 
     row: (channels,) 16-bit in shared memory; norm: (channels, 2) float32, weight and bias.
     """
@@ -47,3 +48,41 @@ def normalise_pair(
             rounded = cute.make_rmem_tensor(VECTOR, dtype)
             rounded.store((values[None, c].load() * inverse * scale.load() + shift.load()).to(dtype))
             cute.autovec_copy(rounded, pieces[None, chunk])
+    return mean, inverse
+
+
+@cute.jit
+def keep_statistics(mStats: cute.Tensor, where, mean: Float32, inverse: Float32):
+    """mStats[(batch, i, j)] = mean, reciprocal deviation; mStats: (B, N, N, 2) float32."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = mean, inverse
+    batch, i, j = where
+    line = mStats[batch, i, j, None]
+    cute.autovec_copy(pair, cute.make_tensor(line.iterator.align(8), cute.make_layout(2)))
+
+
+@cute.jit
+def read_statistics(mStats: cute.Tensor, where, crop: Int32) -> cute.Tensor:
+    """Mean and reciprocal deviation that `keep_statistics` left, (2,) float32; zeros where there is no pair."""
+    batch, i, j = where
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair.fill(0.0)
+    if j < crop:
+        line = mStats[batch, i, j, None]
+        cute.autovec_copy(cute.make_tensor(line.iterator.align(8), cute.make_layout(2)), pair)
+    return pair
+
+
+@cute.jit
+def norm_gradient(t: cute.Tensor, x: cute.Tensor, mean: Float32, rstd: Float32, width: cutlass.Constexpr):
+    """t becomes the gradient of one row's x from that of its LayerNorm's result (times the weight), t:
+    rstd * (t - mean(t) - xhat * mean(t xhat)). t, x: a thread's float32 elements of a row that four neighbouring lanes share."""
+    total, product = Float32(0.0), Float32(0.0)
+    for n in cutlass.range_constexpr(cute.size(t)):
+        x[n] = (x[n] - mean) * rstd
+        total += t[n]
+        product += t[n] * x[n]
+    total = cute.arch.warp_reduction_sum(total, threads_in_group=4) * (1.0 / width)
+    product = cute.arch.warp_reduction_sum(product, threads_in_group=4) * (1.0 / width)
+    for n in cutlass.range_constexpr(cute.size(t)):
+        t[n] = (t[n] - total - x[n] * product) * rstd

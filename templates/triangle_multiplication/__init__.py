@@ -1,7 +1,7 @@
 """Triangle multiplicative update: templates, operand layout, float64 reference, inputs and workloads.
 
 Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
-`workload` need torch.
+`workload` need torch, as do the backward's `layout_backward` and `workload_backward`.
 """
 
 from tpf_jit.templates.triangle_multiplication.config import (
@@ -11,6 +11,12 @@ from tpf_jit.templates.triangle_multiplication.config import (
     TriangleMultiplicationProductNT,
     TriangleMultiplicationProductTN,
 )
+from tpf_jit.templates.triangle_multiplication.config_backward import (
+    TriangleMultiplicationBackBackward,
+    TriangleMultiplicationBackWeights,
+    TriangleMultiplicationFrontBackward,
+    TriangleMultiplicationFrontWeights,
+)
 
 TEMPLATES = (
     TriangleMultiplicationFront,
@@ -18,4 +24,8 @@ TEMPLATES = (
     TriangleMultiplicationProductTN,
     TriangleMultiplicationProductNN,
     TriangleMultiplicationBack,
+    TriangleMultiplicationBackBackward,
+    TriangleMultiplicationBackWeights,
+    TriangleMultiplicationFrontBackward,
+    TriangleMultiplicationFrontWeights,
 )

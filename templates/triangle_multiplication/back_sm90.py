@@ -7,6 +7,7 @@ Layouts:
     x                       (B, D, N, P)        bfloat16, channel-major, P >= N a multiple of 8
     norm weights, biases    (C,) for z, (D,) for x      float32
     p_weight (C, D), g_weight (C, C)            bfloat16; their biases (C,) float32 or absent
+    stats                   (B, N, N, 2)        float32: mean and reciprocal deviation of every pair of x; or absent
 
 A tile is 64 pairs (i, j) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups, which use the same
 weights. x lies in shared memory as it comes, pairs contiguous, and is read by wgmma transposed.
@@ -27,7 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.norm import normalise_pair
+from tpf_jit.templates.common.norm import keep_statistics, normalise_pair
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -51,7 +52,7 @@ class TriangleMultiplicationBackSm90:
     def __init__(self, variant: dict, config, registers: tuple[int, int, int]):
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.hidden = variant["channels"], variant["hidden"]
-        self.has_bias, self.has_residual = variant["bias"], variant["residual"]
+        self.has_bias, self.has_residual, self.has_stats = variant["bias"], variant["residual"], variant["stats"]
         self.tile_c, self.tile_k, self.warpgroups = config.tile_c, config.tile_k, config.consumer_warpgroups
         self.stages, self.w_stages = config.stages, config.weight_stages
         self.producer_registers, self.norm_registers, self.consumer_registers = registers
@@ -95,7 +96,8 @@ class TriangleMultiplicationBackSm90:
         self,
         mZ: cute.Tensor, mX: cute.Tensor, mNormZW: cute.Tensor, mNormZB: cute.Tensor, mNormXW: cute.Tensor, mNormXB: cute.Tensor,
         mP: cute.Tensor, mPBias: cute.Tensor | None, mG: cute.Tensor, mGBias: cute.Tensor | None,
-        mResidual: cute.Tensor | None, mOut: cute.Tensor, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
+        mResidual: cute.Tensor | None, mOut: cute.Tensor, mStats: cute.Tensor | None, eps: Float32, num_ctas: Int32,
+        stream: cuda.CUstream,
     ):
         self._setup()
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
@@ -114,14 +116,14 @@ class TriangleMultiplicationBackSm90:
         tiles = blocks * crop * batch
         tasks = cute.ceil_div(tiles, self.warpgroups)
         vectors = (mNormZW, mNormZB, mNormXW, mNormXB, mPBias, mGBias)
-        self.kernel(loads, stores, vectors, mResidual, eps, crop, blocks, tiles, tasks).launch(
+        self.kernel(loads, stores, vectors, mResidual, mStats, eps, crop, blocks, tiles, tasks).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
     def kernel(
-        self, loads, stores, vectors, mResidual, eps: Float32, crop: Int32, blocks: Int32, tiles: Int32, tasks: Int32,
+        self, loads, stores, vectors, mResidual, mStats, eps: Float32, crop: Int32, blocks: Int32, tiles: Int32, tasks: Int32,
     ):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -158,7 +160,7 @@ class TriangleMultiplicationBackSm90:
                 self.load(pipe, pipe_w, loads, (sZ, sX, sW), sizes)
         elif warp_idx < 8:
             cute.arch.setmaxregister_decrease(self.norm_registers)
-            self.normalise(pipe, normed, sZ, sX, sNormZ, sNormX, eps, tasks)
+            self.normalise(pipe, normed, (sZ, sX, sNormZ, sNormX), mStats, eps, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(pipe, pipe_w, normed, (sZ, sX, sW, sO, sBias), stores, mResidual, sizes)
@@ -204,21 +206,29 @@ class TriangleMultiplicationBackSm90:
 
     # ---- device: LayerNorms -------------------------------------------------------------------------------------
     @cute.jit
-    def normalise(self, pipe, normed, sZ, sX, sNormZ, sNormX, eps: Float32, tasks: Int32):
+    def normalise(self, pipe, normed, smem, mStats, eps: Float32, sizes):
         """LN of the pairs of a stage in place, float32 inside: of z along its rows, of x across its columns."""
+        sZ, sX, sNormZ, sNormX = smem
+        crop, blocks, tiles, tasks = sizes
         tidx = cute.arch.thread_idx()[0] - 128
         lanes = min(8, 1 << (self.channels // 8).bit_length() - 1)
         lane, local = tidx % lanes, tidx // lanes
         pairs_a_pass = 128 // lanes
         state = consumer_state(self.stages)
-        for _ in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
             pipe.consumer_wait(state)
             for w in cutlass.range_constexpr(self.warpgroups):
                 stage = state.index * self.warpgroups + w
                 for step in cutlass.range(ROWS // pairs_a_pass, unroll=1):
                     row = sZ[step * pairs_a_pass + local, None, stage]
                     normalise_pair(row, sNormZ, eps, lane, self.channels, lanes, self.dtype)
-                self.normalise_columns(sX[None, None, stage], sNormX, eps, tidx)
+                pair, mean, inverse = self.normalise_columns(sX[None, None, stage], sNormX, eps, tidx)
+                if const_expr(self.has_stats):
+                    block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                    for e in cutlass.range_constexpr(2):
+                        j = block * ROWS + pair + e
+                        if (tidx % 32 < 8) & (j < crop):
+                            keep_statistics(mStats, (batch, i, j), mean[e], inverse[e])
             # Written by ordinary stores, read by wgmma.
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -229,7 +239,8 @@ class TriangleMultiplicationBackSm90:
     @cute.jit
     def normalise_columns(self, x: cute.Tensor, sNorm: cute.Tensor, eps: Float32, tidx: Int32):
         """LN of 64 pairs along D. x: (64, D), pairs contiguous. A warp has 16 pairs: a thread two of them and a quarter of the
-        channels (a warp reads 0, 2, 4, 6 or 1, 3, 5, 7 of eight at a time, whose swizzled places lie in different banks)."""
+        channels (a warp reads 0, 2, 4, 6 or 1, 3, 5, 7 of eight at a time, whose swizzled places lie in different banks). Returns
+        the first of the two, their means and their reciprocal deviations."""
         pair = (tidx // 32) * 16 + 2 * (tidx % 8)
         first = 2 * ((tidx % 32) // 8)
         sums = cute.make_rmem_tensor(2, Float32)
@@ -255,6 +266,7 @@ class TriangleMultiplicationBackSm90:
                 rounded = cute.make_rmem_tensor(2, self.dtype)
                 rounded.store((centred * inverse.load() * sNorm[channel, 0] + sNorm[channel, 1]).to(self.dtype))
                 cute.autovec_copy(rounded, cute.local_tile(x[None, channel], (2,), (pair // 2,)))
+        return pair, mean, inverse
 
     @cute.jit
     def two(self, x: cute.Tensor, pair: Int32, channel: Int32) -> cute.Tensor:
@@ -362,11 +374,18 @@ def build(variant: dict, config, registers: tuple[int, int, int], options: str):
     def pairs():
         return tensor((batch, crop, crop, channels))
 
+    def stats():
+        if not variant["stats"]:
+            return None
+        strides = (*(cute.sym_int64(divisibility=2) for _ in range(3)), 1)
+        return cute.runtime.make_fake_tensor(Float32, (batch, crop, crop, 2), strides, assumed_align=8)
+
     bias = (lambda: vector(channels)) if variant["bias"] else (lambda: None)
     kernel = TriangleMultiplicationBackSm90(variant, config, registers)
     return cute.compile(
         kernel, pairs(), tensor((batch, hidden, crop, padded)),
         vector(channels), vector(channels), vector(hidden), vector(hidden),
         weight(channels, hidden), bias(), weight(channels, channels), bias(), pairs() if variant["residual"] else None, pairs(),
+        stats(),
         Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )

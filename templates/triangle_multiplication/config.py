@@ -1,6 +1,7 @@
 """The templates of the triangle multiplicative update: parameters, the rules between them, defaults. No torch, no compiler.
 
-front -> product -> back, see layout.py. The device code is in {front,product,back}_sm90.py.
+front -> product -> back, see layout.py. The device code is in {front,product,back}_sm90.py; the backward's templates are in
+config_backward.py.
 """
 
 from __future__ import annotations
@@ -103,10 +104,9 @@ class TriangleMultiplicationFront(_MultiplicationTemplate):
     direction = "front"
     Config = FrontConfig
 
-    def variant(self, shape: Any, *, bias: bool = False) -> dict[str, Any]:
-        return {
-            "dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden, "mask": shape.has_mask, "bias": bool(bias),
-        }
+    def variant(self, shape: Any, *, bias: bool = False, stats: bool = False) -> dict[str, Any]:
+        found = {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden, "mask": shape.has_mask}
+        return {**found, "bias": bool(bias), "stats": bool(stats)}
 
     def registers_needed(self, shape: Any, config: FrontConfig) -> int:
         """Values and gates (tile_n/2 each), and 40 for the rest."""
@@ -190,9 +190,9 @@ class TriangleMultiplicationBack(_MultiplicationTemplate):
     direction = "back"
     Config = BackConfig
 
-    def variant(self, shape: Any, *, bias: bool = False, residual: bool = False) -> dict[str, Any]:
+    def variant(self, shape: Any, *, bias: bool = False, residual: bool = False, stats: bool = False) -> dict[str, Any]:
         found = {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden}
-        return {**found, "bias": bool(bias), "residual": bool(residual)}
+        return {**found, "bias": bool(bias), "residual": bool(residual), "stats": bool(stats)}
 
     def registers_needed(self, shape: Any, config: BackConfig) -> int:
         """Values and gates (tile_c/2 each), and 40 for the rest."""

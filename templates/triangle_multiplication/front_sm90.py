@@ -8,6 +8,7 @@ Layouts:
     norm weight, bias       (C,)                float32
     p_weight, g_weight      (2 D, C)            16-bit, rows of a before those of b; their biases (2 D,) float32 or absent
     factors                 (B, 2, D, N, P)     16-bit, P = N rounded up to 8; columns from N on become zero
+    stats                   (B, N, N, 2)        float32: mean and reciprocal deviation of every pair of z; or absent
 
 A tile is tile_n pairs (i, k) of one i. A CTA takes W tiles at once, one for each of its W consumer warpgroups, which all use
 the same weights. Both products are computed transposed, channels as the rows of the MMA and pairs as its columns, so that what
@@ -32,7 +33,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.norm import VECTOR, normalise_pair
+from tpf_jit.templates.common.norm import VECTOR, keep_statistics, normalise_pair
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -56,7 +57,7 @@ class TriangleMultiplicationFrontSm90:
     def __init__(self, variant: dict, config, registers: tuple[int, int, int]):
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.hidden = variant["channels"], variant["hidden"]
-        self.has_mask, self.has_bias = variant["mask"], variant["bias"]
+        self.has_mask, self.has_bias, self.has_stats = variant["mask"], variant["bias"], variant["stats"]
         self.tile_n, self.warpgroups, self.tile_k = config.tile_n, config.consumer_warpgroups, config.tile_k
         self.z_stages, self.w_stages = config.z_stages, config.weight_stages
         self.producer_registers, self.norm_registers, self.consumer_registers = registers
@@ -96,7 +97,7 @@ class TriangleMultiplicationFrontSm90:
         self,
         mZ: cute.Tensor, mMask: cute.Tensor | None, mNormW: cute.Tensor, mNormB: cute.Tensor,
         mP: cute.Tensor, mPBias: cute.Tensor | None, mG: cute.Tensor, mGBias: cute.Tensor | None, mFactors: cute.Tensor,
-        eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
+        mStats: cute.Tensor | None, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
@@ -117,7 +118,7 @@ class TriangleMultiplicationFrontSm90:
         blocks = cute.ceil_div(crop, self.tile_n)
         tiles = blocks * crop * batch
         tasks = cute.ceil_div(tiles, self.warpgroups)
-        vectors = (mMask, mNormW, mNormB, mPBias, mGBias)
+        vectors = (mMask, mNormW, mNormB, mPBias, mGBias, mStats)
         self.kernel(loads, stores, vectors, eps, crop, blocks, tiles, tasks).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
@@ -154,7 +155,7 @@ class TriangleMultiplicationFrontSm90:
                 self.load(pipe_z, pipe_w, loads, (sZ, sP, sG), sizes)
         elif warp_idx < 8:
             cute.arch.setmaxregister_decrease(self.norm_registers)
-            self.normalise(pipe_z, normed, sZ, sKeep, sNorm, vectors[0], eps, sizes)
+            self.normalise(pipe_z, normed, sZ, sKeep, sNorm, (vectors[0], vectors[5]), eps, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(pipe_z, pipe_w, normed, (sZ, sP, sG, sKeep, sO), stores, vectors, sizes)
@@ -195,8 +196,9 @@ class TriangleMultiplicationFrontSm90:
 
     # ---- device: LayerNorm --------------------------------------------------------------------------------------
     @cute.jit
-    def normalise(self, pipe_z, normed, sZ, sKeep, sNorm, mMask, eps: Float32, sizes):
+    def normalise(self, pipe_z, normed, sZ, sKeep, sNorm, per_pair, eps: Float32, sizes):
         """LN of every pair of a stage in place, float32 inside; and the factor each pair's results are multiplied by."""
+        mMask, mStats = per_pair
         crop, blocks, tiles, tasks = sizes
         tidx = cute.arch.thread_idx()[0] - 128
         lane, local = tidx % self.lanes, tidx // self.lanes
@@ -216,7 +218,11 @@ class TriangleMultiplicationFrontSm90:
                     sKeep[n, stage] = keep
                 for step in cutlass.range(self.tile_n // pairs_a_pass, unroll=1):
                     row = sZ[step * pairs_a_pass + local, None, stage]
-                    normalise_pair(row, sNorm, eps, lane, self.channels, self.lanes, self.dtype)
+                    mean, inverse = normalise_pair(row, sNorm, eps, lane, self.channels, self.lanes, self.dtype)
+                    if const_expr(self.has_stats):
+                        k = block * self.tile_n + step * pairs_a_pass + local
+                        if (lane == 0) & (k < crop):
+                            keep_statistics(mStats, (batch, i, k), mean, inverse)
             # Written by ordinary stores, read by wgmma.
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -302,5 +308,6 @@ def build(variant: dict, config, registers: tuple[int, int, int], options: str):
     return cute.compile(
         kernel, tensor(dtype, (batch, crop, crop, channels), 8), mask, vector(channels), vector(channels),
         weight(), bias(), weight(), bias(), tensor(dtype, (batch, 2, hidden, crop, padded), 8),
+        tensor(Float32, (batch, crop, crop, 2), 2, 8) if variant["stats"] else None,
         Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )

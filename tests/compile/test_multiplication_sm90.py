@@ -10,6 +10,10 @@ from tpf_jit.templates.registry import get
 
 FRONT, BACK = (get(f"triangle_multiplication_{name}_sm90") for name in ("front", "back"))
 PRODUCTS = {name: get(f"triangle_multiplication_product_{name}_sm90") for name in ("nt", "tn", "nn")}
+BACKWARD = {
+    name: get(f"triangle_multiplication_{name}_sm90")
+    for name in ("back_backward", "back_weights", "front_backward", "front_weights")
+}
 # (C, D): the usual, both wide enough to leave one stage, unlike ones with an odd step, the narrowest.
 WIDTHS = [(128, 128), (256, 256), (96, 160), (32, 32)]
 
@@ -50,6 +54,43 @@ def test_products(crop: int, product: str) -> None:
     assert resources["hgmma"] == template.default(shape).tile_k // 16 and resources["setmaxnreg"] == 2
 
 
+def products_of(name: str, template, shape: TriangleMultiplicationShape) -> int:
+    """wgmma instructions of one step: the projections' depth, then that of what is made of their results."""
+    config, channels, hidden = template.default(shape), shape.channels, shape.hidden
+    if name == "front_weights":
+        return 2 * channels // 16 + 2 * config.tile_n // 16
+    if name == "back_weights":
+        return (channels + hidden) // 16 + 2 * config.tile_n // 16
+    if name == "front_backward":
+        return 2 * channels // 16 + 2 * config.tile_h // 16
+    gates = channels // 16 * template.passes(channels, hidden)
+    return gates + hidden // 16 + 2 * config.tile_c // 16
+
+
+@pytest.mark.parametrize("channels, hidden", WIDTHS)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str, channels: int, hidden: int) -> None:
+    template, shape = BACKWARD[name], TriangleMultiplicationShape(384, channels, hidden, mask="bool")
+    config = template.default(shape)
+    resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
+    # 256 channels leave no register for a few addresses; the others fit, but for a step of 64 pairs of the weight gradients.
+    assert resources["spill_bytes"] <= (192 if channels == 256 or name.endswith("weights") else 0), resources
+    assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], resources["ptxas_notes"]
+    assert resources["hgmma"] == products_of(name, template, shape)
+    assert resources["utmaldg"] > 0 and (resources["utmastg"] > 0) == (not name.endswith("weights"))
+    estimate = template.resources(shape, config)
+    assert resources["threads"] == estimate.threads
+    assert estimate.smem_bytes - 8192 <= resources["smem_bytes"] <= estimate.smem_bytes
+
+
+def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:
+    template = BACKWARD["front_weights"]
+    shape = TriangleMultiplicationShape(384)
+    assert template.splits(shape, template.default(shape), 132) == 66
+    assert template.splits(TriangleMultiplicationShape(1), template.default(shape), 132) == 1
+    assert "256" in template.supports(TriangleMultiplicationShape(64, 288))[1]
+
+
 def test_a_legal_default_for_every_width() -> None:
     for channels in range(32, 513, 32):
         for hidden in range(32, 513, 32):
@@ -59,6 +100,9 @@ def test_a_legal_default_for_every_width() -> None:
                     space, default = template.space(shape), template.default(shape)
                     assert template.check(shape, default) is None and len(set(space)) == len(space)
                     assert all(template.check(shape, config) is None for config in space)
+                for template in BACKWARD.values():
+                    if template.supports(shape)[0]:
+                        assert template.default(shape) in template.space(shape)
 
 
 def test_rejections_name_the_limit() -> None:

@@ -20,6 +20,12 @@ from tpf_jit.templates.triangle_multiplication.workload import (
     OperatorWorkload,
     ProductWorkload,
 )
+from tpf_jit.templates.triangle_multiplication.workload_backward import (
+    BackBackwardWorkload,
+    BackWeightsWorkload,
+    FrontBackwardWorkload,
+    FrontWeightsWorkload,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +41,7 @@ shapes = pytest.mark.parametrize("fields", SHAPES, ids=lambda fields: "-".join(m
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead():
     """The usual kernels, compiled on all cores at once instead of one by one."""
-    tpf_jit.compile([TriangleMultiplicationShape(**fields) for fields in SHAPES])
+    tpf_jit.compile([TriangleMultiplicationShape(**fields) for fields in SHAPES], training=True)
 
 
 def agree(workload, function) -> None:
@@ -54,19 +60,43 @@ def agree(workload, function) -> None:
 def test_stages(fields: dict, family: str, more: bool) -> None:
     shape = TriangleMultiplicationShape(**fields)
     options = dict(family=family, projection_biases=more)
+    back_flags = (("bias", more), ("residual", more), ("stats", more))
     for workload, direction, flags in (
-        (FrontWorkload(shape, DEVICE, **options), "front", (("bias", more),)),
+        (FrontWorkload(shape, DEVICE, with_stats=more, **options), "front", (("bias", more), ("stats", more))),
         *((ProductWorkload(shape, DEVICE, product=name, **options), f"product_{name}", ()) for name in ("nt", "tn", "nn")),
-        (BackWorkload(shape, DEVICE, with_residual=more, **options), "back", (("bias", more), ("residual", more))),
+        (BackWorkload(shape, DEVICE, with_residual=more, with_stats=more, **options), "back", back_flags),
     ):
         agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
 
 
-@pytest.mark.parametrize("name", ["front", "product_nt", "product_tn", "product_nn", "back"])
-def test_every_configuration(name: str) -> None:
-    template, shape = registry.get(f"triangle_multiplication_{name}_sm90"), TriangleMultiplicationShape(100, mask="bool")
+BACKWARD = {
+    "back_backward": BackBackwardWorkload, "back_weights": BackWeightsWorkload, "front_backward": FrontBackwardWorkload,
+    "front_weights": FrontWeightsWorkload,
+}  # fmt: skip
+
+
+@shapes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("direction", BACKWARD)
+def test_backward_stages(fields: dict, family: str, direction: str) -> None:
+    shape = TriangleMultiplicationShape(**fields)
+    if max(shape.channels, shape.hidden) > 256:
+        pytest.skip("the backward's kernels take up to 256 channels")
+    kernel = kernels.get_kernel(f"{shape.op}/{direction}", shape)
+    workload = BACKWARD[direction](shape, DEVICE, family=family, projection_biases=family == "normal")
+    workload.configure(kernel.config)
+    agree(workload, kernel.function)
+
+
+@pytest.mark.parametrize("channels", [128, 256])
+@pytest.mark.parametrize("name", ["front", "product_nt", "product_tn", "product_nn", "back", *BACKWARD])
+def test_every_configuration(name: str, channels: int) -> None:
+    template = registry.get(f"triangle_multiplication_{name}_sm90")
+    shape = TriangleMultiplicationShape(100, channels, mask="bool")
     workload = template.workload(shape, DEVICE)
     for config in template.space(shape):
+        if hasattr(workload, "configure"):
+            workload.configure(config)
         agree(workload, kernels.get_kernel(template.name, shape, (), config).function)
 
 
@@ -74,7 +104,48 @@ def test_every_configuration(name: str) -> None:
 def test_operator(fields: dict) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
+        if max(fields.get("channels", 128), fields.get("hidden", 128)) > 256:  # PyTorch does the backward, and says so
+            warnings.filterwarnings("ignore", "the backward of", FallbackWarning)
         agree(OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE), tpf_jit.triangle_multiplication)
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_recomputing_gives_the_same_bits(direction: str) -> None:
+    shape = TriangleMultiplicationShape(130, mask="bool", direction=direction)
+    x = OperatorWorkload(shape, DEVICE).make_inputs(0)
+    found = []
+    for recompute in (False, True):
+        z = x.z.clone().requires_grad_()
+        weights = [None if w is None else w.clone().requires_grad_() for w in x.weights]
+        out = tpf_jit.triangle_multiplication(z, direction, x.mask, *weights, recompute=recompute)
+        found.append(torch.autograd.grad(out, [z, *(w for w in weights if w is not None)], x.grad_out))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_cuda_graph_replays_a_training_step() -> None:
+    workload = OperatorWorkload(TriangleMultiplicationShape(64), DEVICE)
+    x, fresh = workload.make_inputs(0), workload.make_inputs(1)
+    z = x.z.clone().requires_grad_()
+    weights = [None if w is None else w.clone().requires_grad_() for w in x.weights]
+    leaves = [z, *(w for w in weights if w is not None)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = tpf_jit.triangle_multiplication(z, "outgoing", None, *weights)
+        return out, *torch.autograd.grad(out, leaves, x.grad_out)
+
+    tpf_jit.warmup(workload.shape, training=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        z.copy_(fresh.z)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 @pytest.mark.parametrize("crop", [100, 300])
@@ -92,7 +163,7 @@ def test_hundreds_of_launches_agree() -> None:
     noise, side = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()
     shape = TriangleMultiplicationShape(256, mask="bool")
     tight = {"front": {"z_stages": 1, "weight_stages": 2}, "back": {"stages": 1, "weight_stages": 2}}
-    tight |= {f"product_{name}": {"stages": 2} for name in ("nt", "tn", "nn")}
+    tight |= {name: {"stages": 2} for name in ("product_nt", "product_tn", "product_nn", *BACKWARD)}
     for name, fields in tight.items():
         template = registry.get(f"triangle_multiplication_{name}_sm90")
         config = dataclasses.replace(template.default(shape), **fields)

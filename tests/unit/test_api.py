@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import multiplication_emulation
 import pytest
@@ -19,7 +20,7 @@ from emulation import EmulatedKernel
 import tpf_jit
 from tpf_jit import api, kernels, resolve
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, InvalidInput, NoKernel, ShapeUnsupported
-from tpf_jit.ops import plans, routing
+from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.config import ForwardConfig
@@ -383,7 +384,7 @@ def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, m
         def launch(*arguments) -> None:
             emulated = getattr(multiplication_emulation, kernels.registry.get(spec.template).direction)
             emulated(*arguments)
-            seen.append((spec.template, arguments[0].shape, arguments[10] is not None if len(arguments) == 14 else None))
+            seen.append((spec.template, arguments[0].shape, arguments[10] is not None if len(arguments) == 15 else None))
 
         return kernels._functions.setdefault(spec, launch)
 
@@ -399,6 +400,32 @@ def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, m
         api.compile(TriangleMultiplicationShape(384), config={"tile_n": 64})
     one = api.compile(TriangleMultiplicationShape(384), template="triangle_multiplication_front_sm90", config={"tile_n": 96})
     assert one.config.tile_n == 96
+
+
+def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
+    """What is compiled and warmed for one beside inference, and what is explained; nothing where PyTorch does the backward."""
+    shape = TriangleMultiplicationShape(64, direction="incoming")
+    asked = []
+
+    def get_kernel(family, shape, flags=(), *rest):
+        asked.append((family.partition("/")[2], dict(flags)))
+        return SimpleNamespace(spec=SimpleNamespace(template=f"fake_{family.partition('/')[2]}"))
+
+    monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
+    assert api._of_training(shape) == []
+    assert api.explain(shape).backward == "PyTorch: too wide" and "backward   PyTorch: too wide" in str(api.explain(shape))
+    assert len(api.compile(shape, training=True)) == 4
+    monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    found = [kernel.spec.template for kernel in api._of_training(shape)]
+    backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_backward", "front_weights"]
+    assert found == [f"fake_{name}" for name in ["front", "product_tn", "back", "back", *backward]]
+    assert [flags for _, flags in asked[:4]] == [
+        {"bias": False, "stats": True}, {}, *({"bias": False, "residual": added, "stats": True} for added in (False, True)),
+    ]  # fmt: skip
+    text = ", ".join(f"fake_{name}" for name in backward)
+    assert api._explain_backward(shape, "sm_90a", True) == text
+    assert api._explain_backward(shape, "sm_90a", False) == f"{text} (what a device of sm_90a would run)"
 
 
 @pytest.mark.parametrize("mask", ["none", "additive"])

@@ -11,6 +11,7 @@ from functools import partial
 import multiplication_emulation
 import pytest
 import torch
+from multiplication_emulation import EmulatedKernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -487,7 +488,7 @@ def test_opcheck_of_the_forward(case: str) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_opcheck_of_the_backward(kept: bool) -> None:
     x = call(6, mask="bool", biases=True)
-    kept_x = ops._forward_op(x.z, x.mask, *x.weights, None, "outgoing", 1e-5, BF16, True)[1] if kept else None
+    kept_x = ops._forward_op(x.z, x.mask, *x.weights, None, "outgoing", 1e-5, BF16, True)[1][0] if kept else None
     needed = [True, True, False] * 4 + [True]
     torch.library.opcheck(ops._backward_op, (x.grad_out, x.z, x.mask, *x.weights, kept_x, "outgoing", 1e-5, BF16, needed))
 
@@ -540,7 +541,7 @@ def test_fake_tensors_have_the_real_layout(dtype) -> None:
             weights = [None if w is None else mode.from_tensor(w) for w in x.weights]
             fake = ops._forward_op(z, None, *weights, None, "outgoing", 1e-5, dtype, keep)
             fake_grads = ops._backward_op(grad_out, z, None, *weights, None, "outgoing", 1e-5, dtype, ALL[:12] + [False])
-        for a, b in zip((*real, *grads), (*fake, *fake_grads), strict=True):
+        for a, b in zip((real[0], *real[1], *grads), (fake[0], *fake[1], *fake_grads), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
@@ -624,21 +625,6 @@ def test_one_warning_that_names_the_reason(monkeypatch) -> None:
     assert [(w.category, str(w.message)) for w in caught] == [(FallbackWarning, text)]
 
 
-class EmulatedKernels:
-    """Stands in for `routing.find_kernel` on a machine with a Hopper GPU; `asked` lists the (family, flags), `missing` families
-    that cannot be had."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict]] = []
-        self.missing: set[str] = set()
-
-    def find(self, family, shape, flags, device):
-        self.asked.append((family, dict(flags)))
-        if family in self.missing:
-            return f"no kernel of {family}"
-        return routing.Launch(getattr(multiplication_emulation, family.partition("/")[2]), 132)
-
-
 @pytest.fixture
 def kernels(monkeypatch) -> EmulatedKernels:
     emulated = EmulatedKernels()
@@ -664,7 +650,8 @@ def test_kernels_compute_what_pytorch_does(kernels, monkeypatch, direction, crop
     assert kernels.asked[0][1] == {"bias": biases} and kernels.asked[2][1] == {"bias": biases, "residual": False}
     want = reference.multiplication(x.z, direction, x.mask, x.weights, 1e-5)
     assert found.dtype == BF16 and found.is_contiguous() and distance(found, want) < 8e-3
-    # Training keeps the contraction for a backward in PyTorch; its pitch is the kernels'.
+    # Where only the forward has kernels, training keeps the contraction for a backward in PyTorch; its pitch is the kernels'.
+    monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "only the forward has kernels")
     leaf, weights = x.z.clone().requires_grad_(), [None if w is None else w.clone().requires_grad_() for w in x.weights]
     triangle_multiplication(leaf, direction, x.mask, *weights).backward(x.grad_out)
     dz, grads = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, x.weights, 1e-5)

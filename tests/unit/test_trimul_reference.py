@@ -284,9 +284,9 @@ def test_the_stages_make_the_whole() -> None:
     operands = layout.prepare(x.z, x.mask, x.weights)
     factors, contraction = layout.factors_empty(x.z, 64), layout.contraction_empty(x.z, 64)
     out = torch.empty_like(x.z)
-    emulation.front(*operands.front(factors), 1e-5, 1)
+    emulation.front(*operands.front(factors), None, 1e-5, 1)
     emulation.product_tn(factors[:, 0], factors[:, 1], contraction, 1)
-    emulation.back(*operands.back(contraction, None, out), 1e-5, 1)
+    emulation.back(*operands.back(contraction, None, out), None, 1e-5, 1)
     workload = OperatorWorkload(shape, "cpu", training=False, projection_biases=True)
     assert workload.errors({"out": out}, workload.reference(x))["out"] <= workload.bounds()["out"]
 

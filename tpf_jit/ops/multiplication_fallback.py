@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, padded
+from tpf_jit.ops.multiplication_launch import Keep, Saved
+from tpf_jit.templates.triangle_multiplication import layout_backward
+from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, factors_empty, padded
 
 BUDGET_BYTES = 256 * 2**20
 """Most bytes of what is rebuilt, for some channels and for some rows each, that live at once on an accelerator."""
@@ -70,6 +72,24 @@ def forward(
                 out[b, rows] = update if residual is None else residual[b, rows] + update
                 del update
     return out, x if keep else x.new_empty(0)
+
+
+def saved_for_kernels(
+    z: Tensor, mask: Tensor | None, weights: Weights, x: Tensor, rule: Rule, keep: Keep
+) -> Saved:
+    """What kernels would have left for their own backward, from the contraction, where one of the forward's cannot be had."""
+    call = _Call(z, mask, weights, rule)
+    z_stats, x_stats = (layout_backward.stats_empty(z) for _ in range(2))
+    factors = factors_empty(z, weights.hidden).zero_() if keep.factors else None
+    with torch.autocast(z.device.type, enabled=False):
+        for b in range(z.shape[0]):
+            for rows in call.rows(3 * max(z.shape[-1], weights.hidden)):
+                z_stats[b, rows] = layout_backward.statistics(z[b, rows].to(call.wide), rule.eps)
+                x_stats[b, rows] = layout_backward.statistics(_pairs(x[b], rows, call.wide), rule.eps)
+            for part in call.channels(planes=3) if keep.factors else ():
+                factors[b, :, part, :, : z.shape[1]] = call.factors(b, part)
+    padded_x = torch.nn.functional.pad(x, (0, padded(x.shape[-1]) - x.shape[-1])) if keep.x else None
+    return Saved(padded_x, factors, z_stats, x_stats)
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""Launching the kernels of a triangle multiplication: which, on what, into what."""
+"""Launching the kernels of a triangle multiplication's forward: which, on what, into what, and what is kept for the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tpf_jit.ops import multiplication_routing, routing
 from tpf_jit.ops.launch import on_device
 from tpf_jit.shape import TriangleMultiplicationShape
-from tpf_jit.templates.triangle_multiplication import layout
+from tpf_jit.templates.triangle_multiplication import layout, layout_backward
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
@@ -22,18 +22,37 @@ class Kernels(NamedTuple):
     back: routing.Launch
 
 
-def flags(weights: Weights, residual: Tensor | None) -> tuple[tuple, tuple]:
-    """What of a call is compiled into its front and back kernels beside the shape, as `kernels.get_kernel` takes it."""
-    front = weights.p_in_bias is not None or weights.g_in_bias is not None
-    back = weights.p_out_bias is not None or weights.g_out_bias is not None
-    return (("bias", front),), (("bias", back), ("residual", residual is not None))
+class Saved(NamedTuple):
+    """What a forward leaves for its backward; each may be None.
+
+    x: the contraction, `(B, D, N, N)` for a backward in PyTorch, `(B, D, N, P)` beside statistics. factors: `(B, 2, D, N, P)`.
+    z_stats, x_stats: mean and reciprocal deviation of every pair's z and x, float32 `(B, N, N, 2)`; with them the backward runs
+    on kernels, and rebuilds of x and the factors what is missing.
+    """
+
+    x: Tensor | None = None
+    factors: Tensor | None = None
+    z_stats: Tensor | None = None
+    x_stats: Tensor | None = None
+
+
+class Keep(NamedTuple):
+    """What of a forward is kept: the contraction, the factors, both statistics."""
+
+    x: bool = False
+    factors: bool = False
+    stats: bool = False
+
+
+NOTHING = Keep()
 
 
 def find(
-    shape: TriangleMultiplicationShape, weights: Weights, residual: Tensor | None, device: torch.device
+    shape: TriangleMultiplicationShape, weights: Weights, residual: Tensor | None, stats: bool, device: torch.device
 ) -> Kernels | str:
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
-    of_front, of_back = flags(weights, residual)
+    of_front = multiplication_routing.front_flags(has_biases(weights, "in"), stats)
+    of_back = multiplication_routing.back_flags(has_biases(weights, "out"), residual is not None, stats)
     found = []
     for family, chosen in zip(multiplication_routing.families(shape), (of_front, (), of_back), strict=True):
         launch = routing.find_kernel(family, shape, chosen, device)
@@ -50,34 +69,43 @@ def forward(
     weights: Weights,
     residual: Tensor | None,
     eps: float,
+    keep: Keep = NOTHING,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The update and its contraction by three launches, as `multiplication_fallback.forward` gives them.
+) -> tuple[Tensor, Saved]:
+    """The update by three launches, and what is to be kept.
 
     Args:
-        z: `(B, N, N, C)` bfloat16, any strides; mask, weights, residual: as there, residual bfloat16.
+        z: `(B, N, N, C)` bfloat16, any strides; mask, weights, residual: as `multiplication_fallback.forward` takes them,
+            residual bfloat16.
         out: where to write the update; z or another tensor of its shape.
     """
-    weights = _paired(weights)
-    operands = layout.prepare(z, mask, weights)
-    crop, hidden = z.shape[1], weights.hidden
+    operands = layout.prepare(z, mask, paired(weights))
     with on_device(z):
-        factors = layout.factors_empty(operands.z, hidden)
-        found.front.function(*operands.front(factors), eps, found.front.num_ctas)
-        x = layout.contraction_empty(operands.z, hidden)
+        z_stats, x_stats = (layout_backward.stats_empty(z) if keep.stats else None for _ in range(2))
+        factors = layout.factors_empty(operands.z, weights.hidden)
+        found.front.function(*operands.front(factors), z_stats, eps, found.front.num_ctas)
+        x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
-        del factors
+        factors = factors if keep.factors else None
         in_place = out is not None and layout.complies(out)
         target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
         if residual is not None:
             residual = operands.z if residual is z else layout.pair_operand(residual)
-        found.back.function(*operands.back(x, residual, target), eps, found.back.num_ctas)
+        found.back.function(*operands.back(x, residual, target), x_stats, eps, found.back.num_ctas)
         if out is not None and not in_place:
             out.copy_(target)
-    return target if out is None else out, x[..., :crop]
+    if not keep.stats:
+        x = x[..., : z.shape[1]]
+    return target if out is None else out, Saved(x if keep.x else None, factors, z_stats, x_stats)
 
 
-def _paired(weights: Weights) -> Weights:
+def has_biases(weights: Weights, end: str) -> bool:
+    """Whether a projection of the front ("in") or of the back ("out") has a bias."""
+    given = weights._asdict()
+    return given[f"p_{end}_bias"] is not None or given[f"g_{end}_bias"] is not None
+
+
+def paired(weights: Weights) -> Weights:
     """Projection biases that come alone get zeros beside them, as a kernel has both or none."""
     given = weights._asdict()
     for end in ("in", "out"):

@@ -16,6 +16,11 @@ from tpf_jit.templates.triangle_multiplication import layout
 
 FRONT = "triangle_multiplication/front"
 BACK = "triangle_multiplication/back"
+FRONT_BACKWARD = "triangle_multiplication/front_backward"
+BACK_BACKWARD = "triangle_multiplication/back_backward"
+
+_STATS = ((), (("stats", True),))
+_GRADIENT_PRODUCTS = {"outgoing": ("nn", "tn"), "incoming": ("nt", "nn")}
 
 
 def contraction(direction: str) -> str:
@@ -28,11 +33,32 @@ def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str]:
     return FRONT, contraction(shape.direction), BACK
 
 
-def usual_variants(shape: TriangleMultiplicationShape) -> tuple[tuple[str, tuple], ...]:
-    """(family, flags) of what models run: no projection biases, with and without a residual."""
-    none = ("bias", False)
-    backs = tuple((BACK, (none, ("residual", residual))) for residual in (False, True))
-    return (FRONT, (none,)), (contraction(shape.direction), ()), *backs
+def factor_products(direction: str) -> tuple[str, str]:
+    """The families that give the gradients of a and of b: nn(dx, b) and tn(dx, a), or incoming nt(b, dx) and nn(a, dx)."""
+    left, right = _GRADIENT_PRODUCTS[direction]
+    return f"triangle_multiplication/product_{left}", f"triangle_multiplication/product_{right}"
+
+
+def backward_families(shape: TriangleMultiplicationShape) -> tuple[str, ...]:
+    """The families of the kernels of one backward, in the order of their launches."""
+    products = factor_products(shape.direction)
+    return BACK_BACKWARD, routing.BACK_WEIGHTS, *products, FRONT_BACKWARD, routing.FRONT_WEIGHTS
+
+
+def front_flags(bias: bool, stats: bool = False) -> tuple:
+    """Flags of a front kernel, as `kernels.get_kernel` takes them."""
+    return ("bias", bias), *_STATS[stats]
+
+
+def back_flags(bias: bool, residual: bool, stats: bool = False) -> tuple:
+    """Flags of a back kernel."""
+    return ("bias", bias), ("residual", residual), *_STATS[stats]
+
+
+def usual_variants(shape: TriangleMultiplicationShape, stats: bool = False) -> tuple[tuple[str, tuple], ...]:
+    """(family, flags) of what models run forward: no projection biases, with and without a residual. `stats`: in training."""
+    backs = tuple((BACK, back_flags(False, residual, stats)) for residual in (False, True))
+    return (FRONT, front_flags(False, stats)), (contraction(shape.direction), ()), *backs
 
 
 def activation_dtype(z: Tensor) -> torch.dtype:
@@ -78,20 +104,52 @@ def decide(
 
 def unsupported(shape: TriangleMultiplicationShape) -> str | None:
     """Why the registered templates do not serve the shape on a device that runs kernels; None if they do."""
-    if shape in _served:
+    return _refusal(shape, "forward", families(shape))
+
+
+def backward_unsupported(shape: TriangleMultiplicationShape) -> str | None:
+    """The same for the backward, whose kernels need those of the forward."""
+    return unsupported(shape) or _refusal(shape, "backward", backward_families(shape))
+
+
+def backward_reason(
+    z: Tensor, p_in_weight: Tensor, residual: Tensor | None, direction: str, dtype: torch.dtype
+) -> str | None:
+    """Why the backward of a checked call takes the PyTorch path, or None if kernels take it and the forward saves for them.
+
+    It asks nothing of batch and crop but that they are not 0, so that torch.compile may trace it with symbolic ones.
+    """
+    here = routing.hardware(z.device)
+    if here.arch is None:
+        return here.reason
+    if z.dtype != dtype or residual is not None and residual.dtype != dtype:
+        return f"z or the residual is not {dtype_name(dtype)}"
+    if z.numel() == 0:
+        return routing.EMPTY
+    channels, hidden = int(z.shape[-1]), int(p_in_weight.shape[0]) // 2
+    try:
+        # Templates refuse dtypes and widths only.
+        shape = _shape(1, channels, hidden, direction, 1, dtype_name(dtype), dtype_name(p_in_weight.dtype), "none")
+    except InvalidInput as error:
+        return str(error)
+    return backward_unsupported(shape)
+
+
+def _refusal(shape: TriangleMultiplicationShape, what: str, wanted: tuple[str, ...]) -> str | None:
+    if (shape, what) in _served:
         return None
-    for family in families(shape):
+    for family in wanted:
         op, _, direction = family.partition("/")
         served = [template.supports(shape) for template in registry.templates(op, direction)]
         if not any(able for able, _ in served):
             return "; ".join(reason for _, reason in served) or f"no template of {family} is registered"
     if len(_served) >= 4096:
         _served.clear()
-    _served.add(shape)
+    _served.add((shape, what))
     return None
 
 
-_served: set[TriangleMultiplicationShape] = set()
+_served: set[tuple[TriangleMultiplicationShape, str]] = set()
 """Shapes that templates are known to serve, remembered so that a call need not ask them. A refusal is not remembered, as a
 template may be registered later."""
 

@@ -26,6 +26,8 @@ FORWARD_TRAINING = "triangle_attention/forward_training"
 BACKWARD_STATS = "triangle_attention/backward_stats"
 BACKWARD_KEY = "triangle_attention/backward_key"
 BACKWARD_QUERY = "triangle_attention/backward_query"
+FRONT_WEIGHTS = "triangle_multiplication/front_weights"
+BACK_WEIGHTS = "triangle_multiplication/back_weights"
 
 EMPTY = "the tensors are empty"
 
@@ -41,11 +43,13 @@ class Hardware(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A loaded kernel, the grid it is launched with, and for query-side backward kernels the slabs of the bias's gradient."""
+    """A loaded kernel, the grid it is launched with, for query-side backward kernels the slabs of the bias's gradient, and for
+    those that sum weights' gradients the parts in which they do."""
 
     function: Callable[..., None]
     num_ctas: int
     slabs: int = 1
+    splits: int = 1
 
 
 def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None:
@@ -118,7 +122,11 @@ def find_kernel(family: str, shape: TriangleAttentionShape, flags: kernels.Flags
         first_line = str(error).partition("\n")[0]
         return f"no kernel could be had ({type(error).__name__}: {first_line})"
     sms = hardware(device).sms
-    return Launch(function, sms, kernel.template.slabs(shape, kernel.config, sms) if family == BACKWARD_QUERY else 1)
+    if family == BACKWARD_QUERY:
+        return Launch(function, sms, slabs=kernel.template.slabs(shape, kernel.config, sms))
+    if family in (FRONT_WEIGHTS, BACK_WEIGHTS):
+        return Launch(function, sms, splits=kernel.template.splits(shape, kernel.config, sms))
+    return Launch(function, sms)
 
 
 def warn_once(reason: str, what: str = "triangle_attention") -> None:

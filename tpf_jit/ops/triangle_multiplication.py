@@ -2,11 +2,11 @@
 
     triangle_multiplication(...)                   the function users call: any rank, autocast
       -> torch.ops.tpf_jit.triangle_multiplication_forward     (B, N, N, C) only
-      -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved; the rest is rebuilt in chunks
+      -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved: kernels, or PyTorch in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-On a Hopper GPU and with bf16 activations the forward is three kernels (`multiplication_launch`); the backward, and every other
-call, takes the PyTorch path of `multiplication_fallback`.
+On a Hopper GPU and with bf16 activations the forward is three kernels (`multiplication_launch`), and the backward up to six more
+(`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ import torch
 from torch import Tensor
 
 from tpf_jit.errors import InvalidInput, NotDifferentiable
+from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_routing, routing
 from tpf_jit.ops import multiplication_checks as checks
 from tpf_jit.ops import multiplication_fallback as fallback
-from tpf_jit.ops import multiplication_launch, multiplication_routing, routing
 from tpf_jit.ops.multiplication_fallback import Rule
-from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype
+from tpf_jit.ops.multiplication_launch import Keep, Saved
+from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates.triangle_multiplication import layout_backward
+from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, contraction_empty, factors_empty
 
 _WEIGHTS = ", ".join(f"Tensor{'' if name in checks.REQUIRED else '?'} {name}" for name in Weights._fields)
 _RULE = "str direction, float eps, ScalarType dtype"
 _COUNT = len(Weights._fields)
+_BACKWARD = "the backward of triangle_multiplication"
 
 _LIBRARY = torch.library.Library("tpf_jit", "FRAGMENT")
 _LIBRARY.define(
     f"triangle_multiplication_forward(Tensor z, Tensor? mask, {_WEIGHTS}, Tensor? residual, {_RULE}, bool keep,"
-    " bool recompute=False) -> (Tensor out, Tensor x)"
+    f" bool recompute=False, bool[{_COUNT + 1}]? needed=None) -> (Tensor out, Tensor[] saved)"
 )
 _LIBRARY.define(
     f"triangle_multiplication_backward(Tensor grad_out, Tensor z, Tensor? mask, {_WEIGHTS}, Tensor? x, {_RULE},"
-    f" bool[{_COUNT + 1}] output_mask) -> Tensor[]"
+    f" bool[{_COUNT + 1}] output_mask, Tensor? factors=None, Tensor? z_stats=None, Tensor? x_stats=None) -> Tensor[]"
 )
 _LIBRARY.define(f"triangle_multiplication_(Tensor(a!) z, Tensor? mask, {_WEIGHTS}, Tensor? residual, {_RULE}) -> ()")
 _forward_op = torch.ops.tpf_jit.triangle_multiplication_forward.default
@@ -82,15 +86,16 @@ def triangle_multiplication(
         p_out_bias, g_out_bias: None or `(C,)`.
         eps: of both LayerNorms.
         residual: None, or like z (it may be z): added to the update before that is rounded.
-        recompute: save less for the backward: the contraction x is computed anew there. By default x is saved.
+        recompute: save less for the backward: the factors a and b and the contraction x are computed anew there.
         inplace: write the result over z, and return z; for inference. With `residual=z` this is `z += update`.
 
     Returns:
         The update, contiguous, shaped like z. Its dtype is autocast's where autocast is on (z and residual are read as they are,
         nothing is rounded before the LayerNorms) and z's otherwise; with a residual, what PyTorch promotes both to.
 
-        For the backward these are saved: z, mask, the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
-        (float32 where that is fp16).
+        For the backward these are saved: z, mask and the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
+        (float32 where that is fp16). Where it runs on kernels also mean and deviation of every pair of z and x, and unless
+        `recompute` a and b, each like x; rows of these and of x are then rounded up to 8 elements.
 
     Raises:
         InvalidInput: the arguments do not fit together, or `inplace` where gradients are wanted; nothing has been allocated.
@@ -132,41 +137,80 @@ def _split(arguments: tuple) -> tuple[Weights, Tensor | None, Rule, tuple]:
     return Weights(*arguments[:_COUNT]), arguments[_COUNT], Rule(*arguments[_COUNT + 1 : _COUNT + 4]), arguments[_COUNT + 4 :]
 
 
+def _options(keep: bool, recompute: bool = False, needed: list[bool] | None = None) -> tuple[bool, bool, list[bool] | None]:
+    """The forward operator's last arguments: whether to return x; whether the backward makes the factors anew, and x unless it
+    is returned; and, where it is to run on kernels, of which of z and the weights it gives the gradients."""
+    return keep, recompute, needed
+
+
+def _kept(weights: Weights, options: tuple) -> Keep:
+    """What a forward leaves."""
+    keep, recompute, needed = _options(*options)
+    if needed is None:
+        return Keep(keep)
+    return Keep(keep, not recompute and multiplication_backward.steps(weights, needed).through, True)
+
+
 def _find(
-    z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule
+    z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule, options: tuple = (False,)
 ) -> multiplication_launch.Kernels | None:
-    """The kernels of a call, or None after a warning that says why it takes the PyTorch path."""
+    """The kernels of a call, or None after a warning that says why it takes the PyTorch path. Those of its backward, where it
+    is to have some, are found too, so that nothing has been launched when one of them cannot be loaded."""
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
     if reason is None and residual is not None and residual.dtype != z.dtype:
         reason = f"the residual is {residual.dtype}, and kernels take {z.dtype} like z"
     if reason is None:
-        found = multiplication_launch.find(shape, weights, residual, z.device)
+        keep, needed = _kept(weights, options), _options(*options)[2]
+        found = multiplication_launch.find(shape, weights, residual, keep.stats, z.device)
         if not isinstance(found, str):
+            if needed is not None:
+                _find_backward(shape, weights, needed, (keep.x, keep.factors), z.device)
             return found
         reason = found
     routing.warn_once(reason, "triangle_multiplication")
     return None
 
 
+def _find_backward(
+    shape: TriangleMultiplicationShape, weights: Weights, needed: list[bool], saved: tuple[bool, bool], device: torch.device
+) -> multiplication_backward.Kernels | None:
+    """The kernels of a backward, or None after a warning; `saved` says whether x and the factors are there."""
+    take = multiplication_backward.steps(weights, needed)
+    bias = multiplication_launch.has_biases(weights, "in")
+    found = multiplication_backward.find(shape, take, saved, bias, device)
+    if not isinstance(found, str):
+        return found
+    routing.warn_once(found, _BACKWARD)
+    return None
+
+
 def _forward(z, mask, *arguments):
-    """The forward operator: the update, and with `keep` the contraction (else empty). `recompute` is for autograd."""
-    weights, residual, rule, (keep, *_) = _split(arguments)
+    """The forward operator: the update, and what is kept of `Saved` in its order; `_options` has the rest."""
+    weights, residual, rule, options = _split(arguments)
     _check_canonical(z, mask, weights, residual, rule)
-    found = _find(z, mask, weights, residual, rule)
-    if found is None:
-        return fallback.forward(z, mask, weights, residual, rule, keep)
-    out, x = multiplication_launch.forward(found, z, mask, weights, residual, rule.eps)
-    return out, x if keep else x.new_empty(0)
+    found, keep = _find(z, mask, weights, residual, rule, options), _kept(weights, options)
+    if found is not None:
+        out, saved = multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, keep)
+    else:
+        out, x = fallback.forward(z, mask, weights, residual, rule, keep.x or keep.stats)
+        saved = Saved(x if keep.x else None)
+        if keep.stats:
+            saved = fallback.saved_for_kernels(z, mask, weights, x, rule, keep)
+    return out, [x for x in saved if x is not None]
 
 
 def _forward_fake(z, mask, *arguments):
-    weights, residual, rule, (keep, *_) = _split(arguments)
+    weights, residual, rule, options = _split(arguments)
     _check_canonical(z, mask, weights, residual, rule)
+    keep = _kept(weights, options)
     batch, crop, _, _ = z.shape
     out = torch.empty(z.shape, dtype=fallback.result_dtype(rule.dtype, residual), device=z.device)
+    if keep.stats:
+        saved = [contraction_empty(z, weights.hidden)] if keep.x else []
+        saved += [factors_empty(z, weights.hidden)] if keep.factors else []
+        return out, [*saved, layout_backward.stats_empty(z), layout_backward.stats_empty(z)]
     stored = z.dtype if z.dtype == torch.float64 else contraction_dtype(rule.dtype)
-    x = fallback.contraction_empty(batch, weights.hidden, crop, stored, z.device) if keep else z.new_empty(0, dtype=stored)
-    return out, x
+    return out, [fallback.contraction_empty(batch, weights.hidden, crop, stored, z.device)] if keep.x else []
 
 
 def _inplace(z, mask, *arguments):
@@ -198,13 +242,27 @@ def _inplace_fake(z, mask, *arguments):
 
 
 def _backward(grad_out, z, mask, *arguments):
-    """The backward operator: gradients of z and of the weights; those that `output_mask` leaves out come back empty."""
-    weights, x, rule, (output_mask,) = _split(arguments)
-    return fallback.backward(grad_out, z, mask, weights, x, rule, output_mask)
+    """The backward operator: gradients of z and of the weights; those that `output_mask` leaves out come back empty.
+
+    With both statistics, which a forward leaves for kernels, they run; without, or where one is missing, PyTorch does.
+    """
+    weights, x, rule, (output_mask, *more) = _split(arguments)
+    saved = Saved(x, *more)
+    reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
+    if reason is None and saved.z_stats is not None and saved.x_stats is not None:
+        there = (x is not None, saved.factors is not None)
+        found = _find_backward(shape, weights, output_mask, there, z.device)
+        if found is not None:
+            return multiplication_backward.backward(found, grad_out, z, mask, weights, saved, rule.eps, output_mask)
+    elif reason is None:
+        reason = multiplication_routing.backward_unsupported(shape)
+        if reason is not None:
+            routing.warn_once(reason, _BACKWARD)
+    return fallback.backward(grad_out, z, mask, weights, None if x is None else x[..., : z.shape[1]], rule, output_mask)
 
 
 def _backward_fake(grad_out, z, mask, *arguments):
-    weights, _, _, (output_mask,) = _split(arguments)
+    weights, _, _, (output_mask, *_) = _split(arguments)
     operands = zip((z, *weights), output_mask, strict=True)
     return [torch.empty_like(x) if need and x is not None else z.new_empty(0) for x, need in operands]
 
@@ -212,18 +270,28 @@ def _backward_fake(grad_out, z, mask, *arguments):
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, mask, *arguments):
-        weights, residual, rule, (keep, recompute) = _split(arguments)
-        keep = keep or not recompute
+        weights, residual, rule, options = _split(arguments)
+        keep, recompute, _ = _options(*options)
+        need_z, _, *others = ctx.needs_input_grad
+        needed = [need_z, *others[:_COUNT]]
+        # From what torch.compile may assume of symbolic sizes too; that a kernel cannot be had shows only when it runs.
+        reason = multiplication_routing.backward_reason(z, weights.p_in_weight, residual, rule.direction, rule.dtype)
+        options = (keep or any(needed) and not recompute, recompute, needed if any(needed) and reason is None else None)
         with torch._C._AutoDispatchBelowAutograd():
-            out, x = _forward_op(z, mask, *weights, residual, *rule, keep)
-        ctx.save_for_backward(z, mask, *weights, None if recompute else x)
+            out, left = _forward_op(z, mask, *weights, residual, *rule, *options)
+        saved = _named(left, _kept(weights, options))
         ctx.rule, ctx.residual_dtype = rule, None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(x)
+        if any(needed):
+            ctx.save_for_backward(z, mask, *weights, *(saved._replace(x=None) if recompute else saved))
         ctx.set_materialize_grads(False)
+        if not keep:
+            return (out,)
+        x = saved.x[..., : z.shape[1]]
+        ctx.mark_non_differentiable(x)
         return out, x
 
     @staticmethod
-    def backward(ctx, grad_out, _):
+    def backward(ctx, grad_out, *_):
         count = len(ctx.needs_input_grad)
         if grad_out is None:
             return (None,) * count
@@ -231,10 +299,17 @@ class _Forward(torch.autograd.Function):
         needed = [need_z, *others[:_COUNT]]
         grads = [None] * (_COUNT + 1)
         if any(needed):
-            found = _backward_op(grad_out, *ctx.saved_tensors, *ctx.rule, needed)
+            *given, factors, z_stats, x_stats = ctx.saved_tensors
+            found = _backward_op(grad_out, *given, *ctx.rule, needed, factors, z_stats, x_stats)
             grads = [grad if need else None for grad, need in zip(found, needed, strict=True)]
         of_residual = grad_out.to(ctx.residual_dtype) if others[_COUNT] else None
         return grads[0], None, *grads[1:], of_residual, *(None,) * (count - _COUNT - 3)
+
+
+def _named(left: list[Tensor], keep: Keep) -> Saved:
+    """What a forward left, by name."""
+    rest = iter(left)
+    return Saved(*(next(rest) if there else None for there in (keep.x, keep.factors, keep.stats, keep.stats)))
 
 
 class _Backward(torch.autograd.Function):
@@ -262,9 +337,9 @@ def _wanted(arguments: tuple) -> bool:
 
 
 def _forward_autograd(z, mask, *arguments):
-    arguments = arguments if len(arguments) == _COUNT + 6 else (*arguments, False)
     if _wanted((z, *arguments)):
-        return _Forward.apply(z, mask, *arguments)
+        out, *saved = _Forward.apply(z, mask, *arguments)
+        return out, saved
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(z, mask, *arguments)
 

@@ -1,0 +1,360 @@
+"""Triangle multiplicative update, back backward, for sm_90a: from the gradient of the output to those of x and, in part, LN(z).
+
+    h = value from x,  s = sigmoid of the gate from z;      dh = d * s,    dg = dh * h * (1 - s)       d: gradient of the output
+    t = dh p_weight;    dx = rstd * (t - mean(t) - xhat * mean(t xhat));    dzn = dg g_weight
+
+Layouts:
+    z, d, dzn               (B, N, N, C)            bfloat16
+    x, dx                   (B, D, N, P)            bfloat16, channel-major; columns of x from N on are zero, those of dx become it
+    z_stats, x_stats        (B, N, N, 2)            float32: mean, reciprocal deviation
+    p_weight (C, D), g_weight (C, C)                bfloat16, folded with the weights of the LayerNorms
+    terms                   (C, 4)                  float32: row sum and bias of p_weight, of g_weight
+
+A tile is 64 pairs (i, j) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups. z and x are multiplied
+as they lie and normalised in the results (see weights_sm90.py); both products of a step of tile_c rows of the weights read the
+same weights in shared memory, once along their rows and once across. dx goes out where x came in, dzn where z did.
+
+Where the gradients of a pair, C + D of them, do not fit into registers, x and then z each have a pass over the weights, and
+dx waits in shared memory of its own until x is no longer needed.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.mma import start_product
+from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.tiles import read_tile, store_in_place, two_columns, write_tile
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    release_after_reads,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # pairs of one tile: the M of wgmma
+
+
+class TriangleMultiplicationBackBackwardSm90:
+    """The back's backward kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, passes: int, registers: tuple[int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.channels, self.hidden, self.passes = variant["channels"], variant["hidden"], passes
+        self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
+        self.stages, self.pair_stages = config.stages, config.pair_stages
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        c, tiles = self.tile_c, self.pair_stages * self.warpgroups
+
+        def mma(a_major, b_major, columns, source):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, a_major, b_major, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.project_x, self.project_z = mma(mn_major, k_major, c, shared), mma(k_major, k_major, c, shared)
+        self.spread_x, self.spread_z = (mma(k_major, mn_major, width, registers) for width in (self.hidden, self.channels))
+        self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
+        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
+        self.o_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, self.warpgroups)
+        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.stages)
+        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.stages)
+        self.pt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.hidden, c), self.dtype, self.stages)
+        self.gt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.channels, c), self.dtype, self.stages)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.stages * self.warpgroups)
+
+    def _storage(self):
+        waiting = smem_area(self.dtype, self.o_layout) if self.passes > 1 else cute.struct.MemRange[Int64, 1]
+
+        @cute.struct
+        class Storage:
+            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages]
+            bar_w: cute.struct.MemRange[Int64, 2 * self.stages]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
+            z: smem_area(self.dtype, self.z_layout)
+            x: smem_area(self.dtype, self.x_layout)
+            p: smem_area(self.dtype, self.p_layout)
+            g: smem_area(self.dtype, self.g_layout)
+            d: smem_area(self.dtype, self.d_layout)
+            o: waiting
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mZStats: cute.Tensor, mX: cute.Tensor, mXStats: cute.Tensor, mD: cute.Tensor,
+        mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mDx: cute.Tensor, mDzn: cute.Tensor,
+        num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        # (B, i, j, C) seen as (j, C, i, B), and (B, D, i, P) as (P, D, i, B).
+        z, d, dzn = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mD, mDzn))
+        x, dx = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (mX, mDx))
+        loads = (
+            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
+            atom(load, x, one_stage(self.x_layout), (ROWS, self.hidden)),
+            atom(load, mP, one_stage(self.p_layout), (self.tile_c, self.hidden)),
+            atom(load, mG, one_stage(self.g_layout), (self.tile_c, self.channels)),
+            atom(load, d, one_stage(self.d_layout), (ROWS, self.tile_c)),
+        )
+        stores = (
+            atom(store, dx, one_stage(self.x_layout), (ROWS, self.hidden)),
+            atom(store, dzn, one_stage(self.z_layout), (ROWS, self.channels)),
+        )
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, ROWS)
+        tiles = blocks * crop * batch
+        tasks = cute.ceil_div(tiles, self.warpgroups)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, (crop, blocks, tiles, tasks)).launch(
+            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, stats, mTerms, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, *stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sZ, sX, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.d, self.d_layout)
+        sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
+        sPt, sGt = smem_tensor(sm.p, self.pt_layout), smem_tensor(sm.g, self.gt_layout)
+        sO = smem_tensor(sm.o, self.o_layout) if const_expr(self.passes > 1) else sX
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4]
+
+        warps = 4 * self.warpgroups
+        pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
+        step_bytes = tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype)
+        step_bytes = step_bytes + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
+        pipe = tma_ring(sm.bar_in, self.pair_stages, self.warpgroups * pair_bytes, warps)
+        pipe_w = tma_ring(sm.bar_w, self.stages, step_bytes, warps, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe, pipe_w, loads, (sZ, sX, sP, sG, sD), sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.differentiate(pipe, pipe_w, (sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms), stats, stores, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of j, i, batch)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    # ---- device: producer ---------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, pipe, pipe_w, loads, smem, sizes):
+        (tma_z, gZ), (tma_x, gX), (tma_p, gP), (tma_g, gG), (tma_d, gD) = loads
+        sZ, sX, sP, sG, sD = smem
+        crop, blocks, tiles, tasks = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
+        tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
+        tPs, tPg = partition(tma_p, sP, gP, (self.tile_c, self.hidden), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (self.tile_c, self.channels), (None, 0))
+        tDs, tDg = partition(tma_d, sD, gD, (ROWS, self.tile_c), (None, None, None, None))
+        state, w_state = producer_state(self.pair_stages), producer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            pipe.producer_acquire(state)
+            bar = pipe.producer_get_barrier(state)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                # A tile beyond the last is the last again, and not stored.
+                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                place = state.index * self.warpgroups + w
+                cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+                cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
+            state.advance()
+            for _ in cutlass.range_constexpr(self.passes):
+                for c in cutlass.range(self.channels // self.tile_c, unroll=1):
+                    pipe_w.producer_acquire(w_state)
+                    bar = pipe_w.producer_get_barrier(w_state)
+                    cute.copy(tma_p, tPg[None, c], tPs[None, w_state.index], tma_bar_ptr=bar)
+                    cute.copy(tma_g, tGg[None, c], tGs[None, w_state.index], tma_bar_ptr=bar)
+                    for w in cutlass.range_constexpr(self.warpgroups):
+                        block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                        place = w_state.index * self.warpgroups + w
+                        cute.copy(tma_d, tDg[None, block, c, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                    w_state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe.producer_tail(state)
+        pipe_w.producer_tail(w_state)
+
+    # ---- device: consumers --------------------------------------------------------------------------------------
+    @cute.jit
+    def differentiate(self, pipe, pipe_w, smem, stats, stores, sizes):
+        sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms = smem
+        (tma_dx, gDx), (tma_dzn, gDzn) = stores
+        crop, blocks, tiles, tasks = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        by_x, by_z = self.project_x.get_slice(0), self.project_z.get_slice(0)
+        tX, tZ = self.project_x.make_fragment_A(by_x.partition_A(sX)), self.project_z.make_fragment_A(by_z.partition_A(sZ))
+        tP, tG = self.project_x.make_fragment_B(by_x.partition_B(sP)), self.project_z.make_fragment_B(by_z.partition_B(sG))
+        tPt = self.spread_x.make_fragment_B(self.spread_x.get_slice(0).partition_B(sPt))
+        tGt = self.spread_z.make_fragment_B(self.spread_z.get_slice(0).partition_B(sGt))
+        fragments = (tX, tZ, tP, tG, tPt, tGt)
+        state, w_state = consumer_state(self.pair_stages), consumer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            tile = task * self.warpgroups + wg
+            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            place = state.index * self.warpgroups + wg
+            # Of this thread's two pairs: mean and rstd of z, of x.
+            of_pair = cute.make_rmem_tensor((2, 4), Float32)
+            for r in cutlass.range_constexpr(2):
+                j = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                for m in cutlass.range_constexpr(2):
+                    two = read_statistics(stats[m], (batch, i, j), crop)
+                    of_pair[r, 2 * m], of_pair[r, 2 * m + 1] = two[0], two[1]
+            pipe.consumer_wait(state)
+            dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
+            dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
+            where = (place, wg, tidx)
+            if const_expr(self.passes == 1):
+                acc_x, acc_z, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, True, True)
+                self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_pair, tidx)
+                write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
+                store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles)
+            else:
+                acc_x, _, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, True, False)
+                self.normalise(acc_x, sX[None, None, place], sO[None, None, wg], of_pair, tidx)
+                store_in_place(tidx, wg, sO, wg, tma_dx, dx_tile, tile < tiles)
+                _, acc_z, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, False, True)
+                write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
+            store_in_place(tidx, wg, sZ, place, tma_dzn, dzn_tile, tile < tiles)
+            release_after_reads(pipe, state)
+            state.advance()
+
+    @cute.jit
+    def walk(
+        self, pipe_w, w_state, fragments, sD, sTerms, of_pair, where, want_x: cutlass.Constexpr, want_z: cutlass.Constexpr,
+    ):
+        """One pass over the weights: the gradients that are wanted, of x times its LayerNorm's weight and of LN(z) times its."""
+        tX, tZ, tP, tG, tPt, tGt = fragments
+        place, wg, tidx = where
+        self._setup()  # a second pass cannot use the MMAs that the loop of the first has set
+        project_x, project_z, spread_x, spread_z = self.project_x, self.project_z, self.spread_x, self.spread_z
+        shape = project_z.partition_shape_C((ROWS, self.tile_c))
+        acc_h, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        acc_x = cute.make_rmem_tensor(spread_x.partition_shape_C((ROWS, self.hidden)), Float32)
+        acc_z = cute.make_rmem_tensor(spread_z.partition_shape_C((ROWS, self.channels)), Float32)
+        operand = spread_z.partition_shape_A((ROWS, self.tile_c))
+        acc_x.fill(0.0)
+        acc_z.fill(0.0)
+        for c in cutlass.range(self.channels // self.tile_c, unroll=1):
+            pipe_w.consumer_wait(w_state)
+            stage = w_state.index
+            warpgroup.fence()
+            if const_expr(want_z):
+                for step in cutlass.range_constexpr(self.hidden // 16):
+                    project_x.set(warpgroup.Field.ACCUMULATE, step > 0)
+                    cute.gemm(project_x, acc_h, tX[None, None, step, place], tP[None, None, step, stage], acc_h)
+            for step in cutlass.range_constexpr(self.channels // 16):
+                project_z.set(warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(project_z, acc_g, tZ[None, None, step, place], tG[None, None, step, stage], acc_g)
+            warpgroup.commit_group()
+            d = read_tile(sD[None, None, stage * self.warpgroups + wg], project_z, tidx, shape, False)
+            warpgroup.wait_group(0)
+            self.gates(acc_h, acc_g, d, of_pair, sTerms, c, tidx, want_z)
+            if const_expr(want_x):
+                a_h = cute.make_rmem_tensor(operand, self.dtype)
+                a_h.store(cute.make_tensor(acc_h.iterator, a_h.layout).load().to(self.dtype))
+                start_product(spread_x, acc_x, a_h, tPt[None, None, None, stage], True)
+            if const_expr(want_z):
+                a_g = cute.make_rmem_tensor(operand, self.dtype)
+                a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
+                start_product(spread_z, acc_z, a_g, tGt[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            release_after_reads(pipe_w, w_state)
+            w_state.advance()
+        return acc_x, acc_z, w_state
+
+    @cute.jit
+    def gates(self, acc_h, acc_g, d, of_pair, sTerms: cute.Tensor, block: Int32, tidx: Int32, want_gate: cutlass.Constexpr):
+        """acc_h, acc_g become the gradients of value and gate."""
+        h, g = rows_view(acc_h), rows_view(acc_g)
+        for j in cutlass.range_constexpr(self.tile_c // 8):
+            incoming = [two_columns(d, r, j) for r in range(2)]
+            for c in cutlass.range_constexpr(2):
+                terms = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(sTerms[None, block * self.tile_c + 8 * j + 2 * (tidx % 4) + c], terms)
+                for r in cutlass.range_constexpr(2):
+                    n = 2 * j + c
+                    gate = (g[r, n] - of_pair[r, 0] * terms[2]) * of_pair[r, 1] + terms[3]
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    grad = incoming[r][c] * s
+                    if const_expr(want_gate):
+                        value = (h[r, n] - of_pair[r, 2] * terms[0]) * of_pair[r, 3] + terms[1]
+                        g[r, n] = grad * value * (1.0 - s)
+                    h[r, n] = grad
+
+    @cute.jit
+    def normalise(self, acc_x, x_tile: cute.Tensor, target: cute.Tensor, of_pair, tidx: Int32):
+        """acc_x and x of a tile to dx, written to `target`, which may be where x lies."""
+        x = read_tile(x_tile, self.spread_x, tidx, acc_x.shape, True)
+        t = rows_view(acc_x)
+        for r in cutlass.range_constexpr(2):
+            row = cute.make_rmem_tensor(self.hidden // 4, Float32)
+            for j in cutlass.range_constexpr(self.hidden // 8):
+                two = two_columns(x, r, j)
+                row[2 * j], row[2 * j + 1] = two[0], two[1]
+            norm_gradient(t[r, None], row, of_pair[r, 2], of_pair[r, 3], self.hidden)
+        write_tile(acc_x, target, self.spread_x, tidx, True)
+
+
+def build(variant: dict, config, passes: int, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
+
+    def pairs():
+        return tensor(dtype, (batch, crop, crop, channels), 8)
+
+    def stats():
+        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
+
+    def channel_major():
+        return tensor(dtype, (batch, hidden, crop, padded), 8)
+
+    return cute.compile(
+        TriangleMultiplicationBackBackwardSm90(variant, config, passes, registers),
+        pairs(), stats(), channel_major(), stats(), pairs(), matrix(dtype, hidden), matrix(dtype, channels), matrix(Float32, 4),
+        channel_major(), pairs(), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )

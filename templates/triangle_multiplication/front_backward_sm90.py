@@ -1,0 +1,319 @@
+"""Triangle multiplicative update, front backward, for sm_90a: from the gradients of the factors and of LN(z) to that of z.
+
+    p, s = value and sigmoid of the gate, from z;    dp = keep * d * s,    dg = dp * p * (1 - s)
+    t = dzn + dp p_weight + dg g_weight;             dz = rstd * (t - mean(t) - zhat * mean(t zhat))
+
+Layouts:
+    z, dzn, dz              (B, N, N, C)            bfloat16; dzn is what the output's gate leaves, times the LayerNorm's weight
+    z_stats                 (B, N, N, 2)            float32: mean, reciprocal deviation
+    mask                    (B, N, N)               float32 or absent
+    d                       (B, 2, D, N, P)         bfloat16
+    p_weight, g_weight      (2 D, C)                bfloat16, folded with the LayerNorm's weight
+    terms                   (2 D, 4)                float32: row sum and bias of p_weight, of g_weight
+
+A tile is 64 pairs (i, k) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups. z is multiplied as it
+lies and normalised in the results (see weights_sm90.py); both products of a step of tile_h rows of the weights read the same
+weights in shared memory, once along C and once across. The result goes out where dzn came in.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.mma import start_product
+from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    release_after_reads,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # pairs of one tile: the M of wgmma
+
+
+class TriangleMultiplicationFrontBackwardSm90:
+    """The front's backward kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.channels, self.rows, self.has_mask = variant["channels"], 2 * variant["hidden"], variant["mask"]
+        self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
+        self.stages, self.pair_stages = config.stages, config.pair_stages
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        c, h, tiles = self.channels, self.tile_h, self.pair_stages * self.warpgroups
+
+        def mma(b_major, columns, source):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.project = mma(OperandMajorMode.K, h, warpgroup.OperandSource.SMEM)
+        self.spread = mma(OperandMajorMode.MN, c, warpgroup.OperandSource.RMEM)
+        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
+        self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
+        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.stages)
+        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, h), self.dtype, self.stages)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.stages * self.warpgroups)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages]
+            bar_w: cute.struct.MemRange[Int64, 2 * self.stages]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.rows], 128]
+            z: smem_area(self.dtype, self.z_layout)
+            t: smem_area(self.dtype, self.t_layout)
+            p: smem_area(self.dtype, self.w_layout)
+            g: smem_area(self.dtype, self.w_layout)
+            d: smem_area(self.dtype, self.d_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mStats: cute.Tensor, mMask: cute.Tensor | None, mD: cute.Tensor, mDzn: cute.Tensor,
+        mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mDz: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
+        z, dzn, dz = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mDzn, mDz))
+        d = cute.make_tensor(mD.iterator, cute.make_layout(
+            (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
+        ))
+        pairs, weights = (ROWS, self.channels), (self.tile_h, self.channels)
+        loads = (
+            atom(load, z, one_stage(self.z_layout), pairs), atom(load, dzn, one_stage(self.t_layout), pairs),
+            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            atom(load, d, one_stage(self.d_layout), (self.tile_h, ROWS)),
+        )
+        stores = atom(store, dz, one_stage(self.t_layout), pairs)
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, ROWS)
+        tiles = blocks * crop * batch
+        tasks = cute.ceil_div(tiles, self.warpgroups)
+        self.kernel(loads, stores, (mStats, mMask), mTerms, (crop, blocks, tiles, tasks)).launch(
+            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, per_pair, mTerms, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sZ, sT, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.t, self.t_layout), smem_tensor(sm.d, self.d_layout)
+        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
+        sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.rows, self.threads, unroll=1):
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4]
+
+        warps = 4 * self.warpgroups
+        pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
+        step_bytes = 2 * tile_bytes(self.w_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
+        pipe = tma_ring(sm.bar_in, self.pair_stages, self.warpgroups * pair_bytes, warps)
+        pipe_w = tma_ring(sm.bar_w, self.stages, step_bytes, warps, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe, pipe_w, loads, (sZ, sT, sP, sG, sD), sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.differentiate(pipe, pipe_w, (sZ, sT, sP, sG, sPt, sGt, sD, sTerms), per_pair, stores, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of k, i, batch)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    # ---- device: producer ---------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, pipe, pipe_w, loads, smem, sizes):
+        (tma_z, gZ), (tma_t, gT), (tma_p, gP), (tma_g, gG), (tma_d, gD) = loads
+        sZ, sT, sP, sG, sD = smem
+        crop, blocks, tiles, tasks = sizes
+        pairs, weights = (ROWS, self.channels), (self.tile_h, self.channels)
+        tZs, tZg = partition(tma_z, sZ, gZ, pairs, (None, 0, None, None))
+        tTs, tTg = partition(tma_t, sT, gT, pairs, (None, 0, None, None))
+        tPs, tPg = partition(tma_p, sP, gP, weights, (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, weights, (None, 0))
+        tDs, tDg = partition(tma_d, sD, gD, (self.tile_h, ROWS), (None, None, None, None))
+        state, w_state = producer_state(self.pair_stages), producer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            pipe.producer_acquire(state)
+            bar = pipe.producer_get_barrier(state)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                # A tile beyond the last is the last again, and not stored.
+                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                place = state.index * self.warpgroups + w
+                cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+                cute.copy(tma_t, tTg[None, block, i, batch], tTs[None, place], tma_bar_ptr=bar)
+            state.advance()
+            for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
+                pipe_w.producer_acquire(w_state)
+                bar = pipe_w.producer_get_barrier(w_state)
+                cute.copy(tma_p, tPg[None, rows], tPs[None, w_state.index], tma_bar_ptr=bar)
+                cute.copy(tma_g, tGg[None, rows], tGs[None, w_state.index], tma_bar_ptr=bar)
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                    place = w_state.index * self.warpgroups + w
+                    cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                w_state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe.producer_tail(state)
+        pipe_w.producer_tail(w_state)
+
+    # ---- device: consumers --------------------------------------------------------------------------------------
+    @cute.jit
+    def differentiate(self, pipe, pipe_w, smem, per_pair, stores, sizes):
+        sZ, sT, sP, sG, sPt, sGt, sD, sTerms = smem
+        mStats, mMask = per_pair
+        crop, blocks, tiles, tasks = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        project, spread, (tma, gDz) = self.project, self.spread, stores
+        part = project.get_slice(0)
+        tZ = project.make_fragment_A(part.partition_A(sZ))
+        tP, tG = (project.make_fragment_B(part.partition_B(t)) for t in (sP, sG))
+        tPt, tGt = (spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt))
+        shape, row = project.partition_shape_C((ROWS, self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
+        acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        acc_t = cute.make_rmem_tensor(row, Float32)
+        operand = spread.partition_shape_A((ROWS, self.tile_h))
+        state, w_state = consumer_state(self.pair_stages), consumer_state(self.stages)
+        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
+            tile = task * self.warpgroups + wg
+            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            place = state.index * self.warpgroups + wg
+            # Of this thread's two pairs: mean, rstd, factor.
+            of_pair = cute.make_rmem_tensor((2, 3), Float32)
+            for r in cutlass.range_constexpr(2):
+                k = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                stats = read_statistics(mStats, (batch, i, k), crop)
+                of_pair[r, 0], of_pair[r, 1], of_pair[r, 2] = stats[0], stats[1], Float32(0.0)
+                if k < crop:
+                    of_pair[r, 2] = Float32(1.0)
+                    if const_expr(self.has_mask):
+                        of_pair[r, 2] = mMask[batch, i, k]
+            acc_t.fill(0.0)
+            pipe.consumer_wait(state)
+            for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
+                pipe_w.consumer_wait(w_state)
+                stage = w_state.index
+                warpgroup.fence()
+                for step in cutlass.range_constexpr(self.channels // 16):
+                    project.set(warpgroup.Field.ACCUMULATE, step > 0)
+                    z = tZ[None, None, step, place]
+                    cute.gemm(project, acc_p, z, tP[None, None, step, stage], acc_p)
+                    cute.gemm(project, acc_g, z, tG[None, None, step, stage], acc_g)
+                warpgroup.commit_group()
+                d = read_tile(transposed_view(sD[None, None, stage * self.warpgroups + wg]), project, tidx, shape, True)
+                warpgroup.wait_group(0)
+                self.gates(acc_p, acc_g, d, of_pair, sTerms, rows, tidx)
+                a_p, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
+                a_p.store(cute.make_tensor(acc_p.iterator, a_p.layout).load().to(self.dtype))
+                a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
+                start_product(spread, acc_t, a_p, tPt[None, None, None, stage], True)
+                start_product(spread, acc_t, a_g, tGt[None, None, None, stage], True)
+                warpgroup.wait_group(0)
+                release_after_reads(pipe_w, w_state)
+                w_state.advance()
+            self.finish(acc_t, sZ[None, None, place], sT[None, None, place], of_pair, tidx)
+            target = cute.local_tile(gDz, (ROWS, self.channels), (block, 0, i, batch))
+            store_in_place(tidx, wg, sT, place, tma, target, tile < tiles)
+            release_after_reads(pipe, state)
+            state.advance()
+
+    @cute.jit
+    def gates(self, acc_p, acc_g, d, of_pair, sTerms: cute.Tensor, rows: Int32, tidx: Int32):
+        """acc_p, acc_g become the gradients of value and gate."""
+        p, g = rows_view(acc_p), rows_view(acc_g)
+        for j in cutlass.range_constexpr(self.tile_h // 8):
+            incoming = [two_columns(d, r, j) for r in range(2)]
+            for c in cutlass.range_constexpr(2):
+                terms = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(sTerms[None, rows * self.tile_h + 8 * j + 2 * (tidx % 4) + c], terms)
+                for r in cutlass.range_constexpr(2):
+                    n, mean, rstd = 2 * j + c, of_pair[r, 0], of_pair[r, 1]
+                    value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
+                    gate = (g[r, n] - mean * terms[2]) * rstd + terms[3]
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
+                    grad = Float32(0.0) if of_pair[r, 2] == 0.0 else incoming[r][c] * of_pair[r, 2]
+                    p[r, n] = grad * s
+                    g[r, n] = p[r, n] * value * (1.0 - s)
+
+    @cute.jit
+    def finish(self, acc_t, z_tile: cute.Tensor, t_tile: cute.Tensor, of_pair, tidx: Int32):
+        """t and z of a tile to dz, written where dzn lies."""
+        shape = acc_t.shape
+        t = rows_view(acc_t)
+        given = read_tile(t_tile, self.spread, tidx, shape, False)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(self.channels // 8):
+                two = two_columns(given, r, j)
+                t[r, 2 * j], t[r, 2 * j + 1] = t[r, 2 * j] + two[0], t[r, 2 * j + 1] + two[1]
+        z = read_tile(z_tile, self.spread, tidx, shape, False)
+        for r in cutlass.range_constexpr(2):
+            row = cute.make_rmem_tensor(self.channels // 4, Float32)
+            for j in cutlass.range_constexpr(self.channels // 8):
+                two = two_columns(z, r, j)
+                row[2 * j], row[2 * j + 1] = two[0], two[1]
+            norm_gradient(t[r, None], row, of_pair[r, 0], of_pair[r, 1], self.channels)
+        write_tile(acc_t, t_tile, self.spread, tidx, False)
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
+
+    def pairs():
+        return tensor(dtype, (batch, crop, crop, channels), 8)
+
+    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
+    return cute.compile(
+        TriangleMultiplicationFrontBackwardSm90(variant, config, registers),
+        pairs(), tensor(Float32, (batch, crop, crop, 2), 2, 8), mask, tensor(dtype, (batch, 2, hidden, crop, padded), 8), pairs(),
+        matrix(dtype, channels), matrix(dtype, channels), matrix(Float32, 4), pairs(),
+        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )

@@ -1,0 +1,454 @@
+"""Triangle multiplicative update, weight gradients, for sm_90a: of the front's two projections, or of the back's.
+
+    front   value p, gate g from z;     dp = keep * d * s,      dg = dp * p * (1 - s)       d: gradient of the factors
+    back    value h from x, g from z;   dh = d * s,             dg = dh * h * (1 - s)       d: gradient of the output
+            s = sigmoid(g)
+    planes[split, r] = (sum of d_value[r] * xhat over the split's pairs, sum of d_gate[r] * zhat);  sums[split, r] = of both
+
+Layouts (R rows of the projections: 2 D in the front, C in the back; V columns of the value's weights: C in the front, D in the
+back):
+    z                       (B, N, N, C)            bfloat16
+    x                       (B, D, N, P)            bfloat16, columns from N on zero; the back only
+    z_stats, x_stats        (B, N, N, 2)            float32: mean, reciprocal deviation
+    mask                    (B, N, N)               float32 or absent; the front only
+    d                       (B, 2, D, N, P) in the front, (B, N, N, C) in the back      bfloat16
+    value weights (R, V), gate weights (R, C)       bfloat16, folded with the LayerNorm's weight
+    terms                   (R, 4)                  float32: row sum and bias of the value, of the gate
+    planes                  (splits, R, V + C)      float32
+    sums                    (splits, R, 2)          float32
+
+A LayerNorm is linear but for each pair's mean and deviation, so z and x are multiplied as they lie, and both enter after the
+products: value = rstd * (z . W - mean * rowsum(W)) + bias; and for the sums rstd goes into the 16-bit operand and the mean out of
+the sum at the end, with the operand as it was rounded.
+
+A CTA has 64 * W rows, in one or two parts of the columns, and a share of the tiles of pairs; it keeps its weights and its sums on
+the SM. Products are computed with rows as the M of the MMA, so that the results of the first are an operand of the second where
+they are. Warp roles: of warpgroup 0, warp 0 issues TMA and warp 1 fetches what belongs to the pairs; W consumers.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.fragments import DTYPES, rows_view, widen_bf16
+from tpf_jit.templates.common.mma import start_product
+from tpf_jit.templates.common.tiles import read_tile, transposed_view, two_columns
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    release_after_reads,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
+
+
+class TriangleMultiplicationWeightsSm90:
+    """The weight gradients' kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, parts: int, registers: tuple[int, int]):
+        self.dtype, self.front = DTYPES[variant["dtype"]], variant["side"] == "front"
+        self.channels, self.hidden = variant["channels"], variant["hidden"]
+        self.has_mask = self.front and variant["mask"]
+        self.rows = 2 * self.hidden if self.front else self.channels
+        self.values = self.channels if self.front else self.hidden
+        self.parts = parts
+        self.tile_v, self.tile_c = self.values // parts, self.channels // parts
+        self.tile_n, self.warpgroups, self.stages = config.tile_n, config.consumer_warpgroups, config.stages
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        k_major, mn_major, n = OperandMajorMode.K, OperandMajorMode.MN, self.tile_n
+
+        def mma(b_major, columns, source=warpgroup.OperandSource.SMEM):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, k_major, b_major, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.project_z, self.sum_z = mma(k_major, n), mma(mn_major, self.tile_c, warpgroup.OperandSource.RMEM)
+        tiles, owned = self.stages * self.parts, self.warpgroups * self.parts
+        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.tile_c), self.dtype, tiles)
+        self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.tile_c, n), self.dtype, tiles)
+        self.g_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, self.tile_c), self.dtype, owned)
+        self.v_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, self.tile_v), self.dtype, owned)
+        if self.front:
+            self.project_x, self.sum_x = self.project_z, self.sum_z
+            self.d_shape = (ROWS, n)
+        else:
+            self.project_x, self.sum_x = mma(mn_major, n), mma(k_major, self.tile_v, warpgroup.OperandSource.RMEM)
+            self.x_layout = sm90.make_smem_layout_b(col_major, (ROWS, n, self.tile_v), self.dtype, tiles)
+            self.xt_layout = sm90.make_smem_layout_b(row_major, (ROWS, self.tile_v, n), self.dtype, tiles)
+            self.d_shape = (n, ROWS)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, self.d_shape, self.stages * self.warpgroups)
+
+    def _storage(self):
+        x_area = smem_area(self.dtype, self.x_layout) if not self.front else cute.struct.MemRange[Int64, 1]
+
+        @cute.struct
+        class Storage:
+            bar: cute.struct.MemRange[Int64, 2 * self.stages]
+            bar_w: cute.struct.MemRange[Int64, 2]
+            bar_pairs: cute.struct.MemRange[Int64, 2 * self.stages]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.tile_n * self.stages], 128]
+            g: smem_area(self.dtype, self.g_layout)
+            v: smem_area(self.dtype, self.v_layout)
+            z: smem_area(self.dtype, self.z_layout)
+            d: smem_area(self.dtype, self.d_layout)
+            x: x_area
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def launch(self, mZ, mX, per_pair, mD, weights, results, splits: Int32, stream: cuda.CUstream):
+        mV, mG, mTerms = weights
+        mPlanes, mSums = results
+        self._setup()
+        load, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.make_tiled_tma_atom
+        # (B, i, k, C) seen as (k, C, i, B).
+        z = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0]))
+        if const_expr(self.front):
+            # (B, 2, D, i, P) seen as (2 D, P, i, B): a and b lie behind each other.
+            d = cute.make_tensor(mD.iterator, cute.make_layout(
+                (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
+            ))
+        else:
+            d = cute.make_tensor(mD.iterator, cute.select(mD.layout, mode=[2, 3, 1, 0]))
+        loads = (
+            atom(load, z, one_stage(self.z_layout), (self.tile_n, self.tile_c)),
+            atom(load, d, one_stage(self.d_layout), self.d_shape),
+            atom(load, mV, one_stage(self.v_layout), (ROWS, self.tile_v)),
+            atom(load, mG, one_stage(self.g_layout), (ROWS, self.tile_c)),
+        )
+        if const_expr(not self.front):
+            # (B, D, i, P) seen as (P, D, i, B).
+            x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
+            loads = (*loads, atom(load, x, one_stage(self.x_layout), (self.tile_n, self.tile_v)))
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, self.tile_n)
+        units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
+        sizes = (crop, blocks, blocks * crop * batch, splits)
+        self.kernel(loads, per_pair, mTerms, mPlanes, mSums, sizes).launch(
+            grid=(units * splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, per_pair, mTerms, mPlanes, mSums, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in loads:
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sG, sV = smem_tensor(sm.g, self.g_layout), smem_tensor(sm.v, self.v_layout)
+        sZ, sZt, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.z, self.zt_layout), smem_tensor(sm.d, self.d_layout)
+        sX, sXt = sZ, sZt
+        if const_expr(not self.front):
+            sX, sXt = smem_tensor(sm.x, self.x_layout), smem_tensor(sm.x, self.xt_layout)
+        sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tile_n, self.stages)))
+        fetched = sm.bar_pairs.data_ptr()
+        warps = 4 * self.warpgroups
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(fetched + i, 1)
+                    cute.arch.mbarrier_init(fetched + (self.stages + i), warps)
+        stage_bytes = self.parts * tile_bytes(self.z_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
+        if const_expr(not self.front):
+            stage_bytes = stage_bytes + self.parts * tile_bytes(self.x_layout, self.dtype)
+        weight_bytes = tile_bytes(self.g_layout, self.dtype) + tile_bytes(self.v_layout, self.dtype)
+        pipe_w = tma_ring(sm.bar_w, 1, self.warpgroups * self.parts * weight_bytes, warps)
+        pipe = tma_ring(sm.bar, self.stages, stage_bytes, warps, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+
+        units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
+        unit, split = cute.arch.block_idx()[0] % units, cute.arch.block_idx()[0] // units
+        where = (unit // self.parts, unit % self.parts, split)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe, pipe_w, loads, (sZ, sD, sV, sG, sX), where, sizes)
+            elif warp_idx == 1:
+                self.fetch(fetched, per_pair, sPairs, split, sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            tiles = (sG, sV, sZ, sZt, sX, sXt, sD, sPairs)
+            self.accumulate(pipe, pipe_w, fetched, tiles, (mTerms, mPlanes, mSums), where, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of k, i, batch)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    # ---- device: producers --------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, pipe, pipe_w, loads, smem, where, sizes):
+        (tma_z, gZ), (tma_d, gD), (tma_v, gV), (tma_g, gG) = loads[:4]
+        sZ, sD, sV, sG, sX = smem
+        m, _, split = where
+        crop, blocks, tiles, splits = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (self.tile_n, self.tile_c), (None, None, None, None))
+        tDs, tDg = partition(tma_d, sD, gD, self.d_shape, (None, None, None, None))
+        tVs, tVg = partition(tma_v, sV, gV, (ROWS, self.tile_v), (None, None))
+        tGs, tGg = partition(tma_g, sG, gG, (ROWS, self.tile_c), (None, None))
+        tma_x, tXs, tXg = None, None, None
+        if const_expr(not self.front):
+            tma_x = loads[4][0]
+            tXs, tXg = partition(tma_x, sX, loads[4][1], (self.tile_n, self.tile_v), (None, None, None, None))
+        w_state, state = producer_state(1), producer_state(self.stages)
+        pipe_w.producer_acquire(w_state)
+        bar = pipe_w.producer_get_barrier(w_state)
+        for w in cutlass.range_constexpr(self.warpgroups):
+            for part in cutlass.range_constexpr(self.parts):
+                cute.copy(tma_v, tVg[None, m * self.warpgroups + w, part], tVs[None, w * self.parts + part], tma_bar_ptr=bar)
+                cute.copy(tma_g, tGg[None, m * self.warpgroups + w, part], tGs[None, w * self.parts + part], tma_bar_ptr=bar)
+        for tile in cutlass.range(split, tiles, splits, unroll=1):
+            block, i, batch = self.decode(tile, crop, blocks)
+            pipe.producer_acquire(state)
+            bar = pipe.producer_get_barrier(state)
+            for part in cutlass.range_constexpr(self.parts):
+                place = state.index * self.parts + part
+                cute.copy(tma_z, tZg[None, block, part, i, batch], tZs[None, place], tma_bar_ptr=bar)
+                if const_expr(not self.front):
+                    cute.copy(tma_x, tXg[None, block, part, i, batch], tXs[None, place], tma_bar_ptr=bar)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                rows, place = m * self.warpgroups + w, state.index * self.warpgroups + w
+                if const_expr(self.front):
+                    cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                else:
+                    cute.copy(tma_d, tDg[None, block, rows, i, batch], tDs[None, place], tma_bar_ptr=bar)
+            state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe.producer_tail(state)
+
+    @cute.jit
+    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, split: Int32, sizes):
+        """Four numbers of every pair of a tile: mean and rstd of z, then of x, or in the front its factor (0 where there is no
+        pair) and nothing."""
+        mZStats, mXStats, mMask = per_pair
+        crop, blocks, tiles, splits = sizes
+        lane = cute.arch.thread_idx()[0] % 32
+        state = producer_state(self.stages)
+        for tile in cutlass.range(split, tiles, splits, unroll=1):
+            block, i, batch = self.decode(tile, crop, blocks)
+            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
+            for step in cutlass.range_constexpr(-(-self.tile_n // 32)):
+                n = lane + 32 * step
+                k = block * self.tile_n + n
+                if n < self.tile_n:
+                    four = cute.make_rmem_tensor(4, Float32)
+                    four.fill(0.0)
+                    if k < crop:
+                        four[0], four[1] = mZStats[batch, i, k, 0], mZStats[batch, i, k, 1]
+                        if const_expr(self.front):
+                            four[2] = Float32(1.0)
+                            if const_expr(self.has_mask):
+                                four[2] = mMask[batch, i, k]
+                        else:
+                            four[2], four[3] = mXStats[batch, i, k, 0], mXStats[batch, i, k, 1]
+                    cute.autovec_copy(four, sPairs[None, n, state.index])
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(fetched + state.index)
+            state.advance()
+
+    # ---- device: consumers --------------------------------------------------------------------------------------
+    @cute.jit
+    def accumulate(self, pipe, pipe_w, fetched, tiles, outputs, where, sizes):
+        sG, sV, sZ, sZt, sX, sXt, sD, sPairs = tiles
+        mTerms, mPlanes, mSums = outputs
+        m, part, split = where
+        crop, blocks, count, splits = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        by_z, by_x = self.project_z.get_slice(0), self.project_x.get_slice(0)
+        tG, tV = self.project_z.make_fragment_A(by_z.partition_A(sG)), self.project_x.make_fragment_A(by_x.partition_A(sV))
+        tZ, tX = self.project_z.make_fragment_B(by_z.partition_B(sZ)), self.project_x.make_fragment_B(by_x.partition_B(sX))
+        tZt = self.sum_z.make_fragment_B(self.sum_z.get_slice(0).partition_B(sZt))
+        tXt = self.sum_x.make_fragment_B(self.sum_x.get_slice(0).partition_B(sXt))
+        shape = self.project_z.partition_shape_C((ROWS, self.tile_n))
+        acc_v, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        sum_v = cute.make_rmem_tensor(self.sum_x.partition_shape_C((ROWS, self.tile_v)), Float32)
+        sum_g = cute.make_rmem_tensor(self.sum_z.partition_shape_C((ROWS, self.tile_c)), Float32)
+        sum_v.fill(0.0)
+        sum_g.fill(0.0)
+        operand = self.sum_z.partition_shape_A((ROWS, self.tile_n))
+        # Of this thread's two rows: terms; sums of both gradients, and what their means take from the planes.
+        first = (m * self.warpgroups + wg) * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+        terms, totals, means = (cute.make_rmem_tensor((2, n), Float32) for n in (4, 2, 2))
+        terms.fill(0.0)
+        totals.fill(0.0)
+        means.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            if first + 8 * r < self.rows:
+                for t in cutlass.range_constexpr(4):
+                    terms[r, t] = mTerms[first + 8 * r, t]
+        pipe_w.consumer_wait(consumer_state(1))
+        state = consumer_state(self.stages)
+        for _ in cutlass.range(split, count, splits, unroll=1):
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(self.parts):
+                a, b = wg * self.parts + k, state.index * self.parts + k
+                for step in cutlass.range_constexpr(self.tile_v // 16):
+                    self.project_x.set(warpgroup.Field.ACCUMULATE, k + step > 0)
+                    cute.gemm(self.project_x, acc_v, tV[None, None, step, a], tX[None, None, step, b], acc_v)
+                for step in cutlass.range_constexpr(self.tile_c // 16):
+                    self.project_z.set(warpgroup.Field.ACCUMULATE, k + step > 0)
+                    cute.gemm(self.project_z, acc_g, tG[None, None, step, a], tZ[None, None, step, b], acc_g)
+            warpgroup.commit_group()
+            tile = sD[None, None, state.index * self.warpgroups + wg]
+            if const_expr(not self.front):
+                tile = transposed_view(tile)
+            d = read_tile(tile, self.project_z, tidx, shape, not self.front)
+            cute.arch.mbarrier_wait(fetched + state.index, state.phase)
+            warpgroup.wait_group(0)
+            self.differentiate(acc_v, acc_g, d, sPairs[None, None, state.index], terms, totals, means, tidx)
+            a_v, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
+            a_v.store(cute.make_tensor(acc_v.iterator, a_v.layout).load().to(self.dtype))
+            a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
+            start_product(self.sum_x, sum_v, a_v, tXt[None, None, None, state.index * self.parts + part], True)
+            start_product(self.sum_z, sum_g, a_g, tZt[None, None, None, state.index * self.parts + part], True)
+            if tidx % 32 == 0:
+                cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
+            warpgroup.wait_group(0)
+            release_after_reads(pipe, state)
+            state.advance()
+        self.store(sum_v, sum_g, totals, means, mPlanes, mSums, (first, part, split), tidx)
+
+    @cute.jit
+    def differentiate(self, acc_v, acc_g, d, pairs: cute.Tensor, terms, totals, means, tidx: Int32):
+        """acc_v, acc_g become the gradients of value and gate, each times the rstd of its LayerNorm and rounded as an operand."""
+        v, g = rows_view(acc_v), rows_view(acc_g)
+        for j in cutlass.range_constexpr(self.tile_n // 8):
+            of_pair = cute.make_rmem_tensor((4, 2), Float32)
+            for c in cutlass.range_constexpr(2):
+                cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
+            for r in cutlass.range_constexpr(2):
+                incoming = two_columns(d, r, j)
+                for c in cutlass.range_constexpr(2):
+                    n = 2 * j + c
+                    mean_z, rstd_z = of_pair[0, c], of_pair[1, c]
+                    mean_x, rstd_x = (mean_z, rstd_z) if const_expr(self.front) else (of_pair[2, c], of_pair[3, c])
+                    value = (v[r, n] - mean_x * terms[r, 0]) * rstd_x + terms[r, 1]
+                    gate = (g[r, n] - mean_z * terms[r, 2]) * rstd_z + terms[r, 3]
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    grad = incoming[c]
+                    if const_expr(self.front):
+                        # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
+                        grad = Float32(0.0) if of_pair[2, c] == 0.0 else grad * of_pair[2, c]
+                    d_value = grad * s
+                    d_gate = d_value * value * (1.0 - s)
+                    totals[r, 0], totals[r, 1] = totals[r, 0] + d_value, totals[r, 1] + d_gate
+                    both, rounded = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, self.dtype)
+                    both[0], both[1] = d_value * rstd_x, d_gate * rstd_z
+                    rounded.store(both.load().to(self.dtype))
+                    wide = widen_bf16(rounded)
+                    v[r, n], g[r, n] = wide[0], wide[1]
+                    means[r, 0], means[r, 1] = means[r, 0] + wide[0] * mean_x, means[r, 1] + wide[1] * mean_z
+
+    @cute.jit
+    def store(self, sum_v, sum_g, totals, means, mPlanes, mSums, where, tidx: Int32):
+        """Take the means out of the sums; both to this split's plane."""
+        first, part, split = where
+        v, g = rows_view(sum_v), rows_view(sum_g)
+        for r in cutlass.range_constexpr(2):
+            for t in cutlass.range_constexpr(2):
+                means[r, t] = cute.arch.warp_reduction_sum(means[r, t], threads_in_group=4)
+                totals[r, t] = cute.arch.warp_reduction_sum(totals[r, t], threads_in_group=4)
+            row = first + 8 * r
+            if row < self.rows:
+                line = mPlanes[split, row, None]
+                for x, offset, width, mean in (
+                    (v, part * self.tile_v, self.tile_v, means[r, 0]),
+                    (g, self.values + part * self.tile_c, self.tile_c, means[r, 1]),
+                ):
+                    for n in cutlass.range_constexpr(width // 8):
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        pair[0], pair[1] = x[r, 2 * n] - mean, x[r, 2 * n + 1] - mean
+                        column = offset + 8 * n + 2 * (tidx % 4)
+                        cute.autovec_copy(pair, cute.make_tensor((line.iterator + column).align(8), cute.make_layout(2)))
+                if (tidx % 4 == 0) & (part == 0):
+                    mSums[split, row, 0], mSums[split, row, 1] = totals[r, 0], totals[r, 1]
+
+
+class FrontWeights(TriangleMultiplicationWeightsSm90):
+    """Of the front's projections."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mZStats: cute.Tensor, mMask: cute.Tensor | None, mD: cute.Tensor,
+        mV: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mPlanes: cute.Tensor, mSums: cute.Tensor,
+        splits: Int32, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self.launch(mZ, None, (mZStats, None, mMask), mD, (mV, mG, mTerms), (mPlanes, mSums), splits, stream)
+
+
+class BackWeights(TriangleMultiplicationWeightsSm90):
+    """Of the back's projections."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mZStats: cute.Tensor, mX: cute.Tensor, mXStats: cute.Tensor, mD: cute.Tensor,
+        mV: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mPlanes: cute.Tensor, mSums: cute.Tensor,
+        splits: Int32, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self.launch(mZ, mX, (mZStats, mXStats, None), mD, (mV, mG, mTerms), (mPlanes, mSums), splits, stream)
+
+
+def build(variant: dict, config, parts: int, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    front = variant["side"] == "front"
+    rows, values = (2 * hidden, channels) if front else (channels, hidden)
+    batch, crop, padded, splits = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, shape):
+        return cute.runtime.make_fake_tensor(kind, shape, (shape[1], 1), assumed_align=16)
+
+    def planes(width: int):
+        return cute.runtime.make_fake_tensor(Float32, (splits, rows, width), (rows * width, width, 1), assumed_align=16)
+
+    def stats():
+        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
+
+    pairs = tensor(dtype, (batch, crop, crop, channels), 8)
+    mask = tensor(Float32, (batch, crop, crop), 1, 4) if front and variant["mask"] else None
+    d = tensor(dtype, (batch, 2, hidden, crop, padded) if front else (batch, crop, crop, channels), 8)
+    kernel = (FrontWeights if front else BackWeights)(variant, config, parts, registers)
+    arguments = [
+        matrix(dtype, (rows, values)), matrix(dtype, (rows, channels)), matrix(Float32, (rows, 4)), planes(values + channels),
+        planes(2), Int32(1), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]
+    if front:
+        return cute.compile(kernel, pairs, stats(), mask, d, *arguments, options=options)
+    return cute.compile(
+        kernel, pairs, stats(), tensor(dtype, (batch, hidden, crop, padded), 8), stats(), d, *arguments, options=options
+    )

@@ -1,0 +1,493 @@
+"""The backward of the triangle multiplicative update on kernels: routing, order, what is saved, skipped and left alone.
+
+Kernels are emulations with their calling conventions (`multiplication_emulation`); numbers of real ones are for tests/gpu.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from multiplication_emulation import EmulatedKernels
+from test_trimul_ops import ALL, BF16, DIRECTIONS, LAYOUTS, call, gradients, leaves, peak_of, run
+from torch.utils.checkpoint import checkpoint
+
+from tpf_jit.errors import ColdKernelInCapture, FallbackWarning, NotDifferentiable
+from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_routing, routing
+from tpf_jit.ops import multiplication_fallback as fallback
+from tpf_jit.ops import triangle_multiplication as ops
+from tpf_jit.ops.multiplication_launch import Keep, Saved
+from tpf_jit.ops.triangle_multiplication import triangle_multiplication
+from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates import registry
+from tpf_jit.templates.triangle_attention.workload import relative_rms
+from tpf_jit.templates.triangle_multiplication import layout, reference
+from tpf_jit.templates.triangle_multiplication.inputs import Inputs
+from tpf_jit.templates.triangle_multiplication.layout import Weights
+
+# Roundings of folded weights, factors, x and their gradients, in small tensors that average few of them.
+OUT, GRADIENT = 8e-3, 1.6e-2
+FRONT = ["front", "product_nt", "back"]
+BACK = ["back_weights", "back_backward", "product_nn", "product_tn", "front_weights", "front_backward"]
+
+
+def too_wide(shape) -> str | None:
+    return None if max(shape.channels, shape.hidden) <= 256 else "the widths are above 256"
+
+
+@pytest.fixture
+def machine(monkeypatch) -> EmulatedKernels:
+    """A machine with a Hopper GPU and all kernels."""
+    emulated = EmulatedKernels()
+    monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
+    monkeypatch.setattr(routing, "find_kernel", emulated.find)
+    monkeypatch.setattr(multiplication_routing, "backward_unsupported", too_wide)
+    monkeypatch.setattr(routing, "_warned", set())
+    return emulated
+
+
+@pytest.fixture
+def kernels(machine, monkeypatch) -> EmulatedKernels:
+    """The same, where the PyTorch path is an error."""
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(fallback, name, lambda *arguments: pytest.fail("the PyTorch path was taken"))
+    return machine
+
+
+def ran(kernels: EmulatedKernels) -> list[str]:
+    names = [family.partition("/")[2] for family in kernels.ran]
+    kernels.ran.clear()
+    return names
+
+
+def step(x: Inputs, direction="outgoing", grad_out=None, **options) -> dict[str, torch.Tensor]:
+    """All gradients of a call's fresh leaves."""
+    x = leaves(x)
+    run(x, direction, **options).backward(x.grad_out if grad_out is None else grad_out)
+    return gradients(x)
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Right
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("crop", "channels", "hidden", "mask", "biases"),
+    [(17, 32, 64, "none", False), (16, 64, 32, "bool", True), (9, 32, 32, "float", True), (1, 32, 32, "bool", False)],
+)
+def test_gradients(kernels, direction, recompute, crop, channels, hidden, mask, biases) -> None:
+    x = leaves(call(crop, channels, hidden, direction, batch=2, mask=mask, biases=biases))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        out = run(x, direction, recompute=recompute)
+        contraction = f"product_{layout.CONTRACTIONS[direction]}"
+        assert ran(kernels) == ["front", contraction, "back"]
+        out.backward(x.grad_out)
+    again = ["front", contraction] if recompute else []
+    products = ["product_nn", "product_tn"] if direction == "outgoing" else ["product_nt", "product_nn"]
+    assert ran(kernels) == again + BACK[:2] + products + BACK[4:]
+    with torch.no_grad():
+        want = reference.multiplication(x.z, direction, x.mask, x.weights)
+        dz, grads = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, x.weights)
+    assert relative_rms(out.detach(), want) < OUT
+    for name, grad in gradients(x).items():
+        operand = x.z if name == "z" else getattr(x.weights, name)
+        assert grad.dtype == operand.dtype and grad.shape == operand.shape and grad.stride() == operand.stride()
+        allowed = GRADIENT if crop > 1 else 6e-2
+        assert relative_rms(grad, dz if name == "z" else getattr(grads, name)) < allowed, name
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("keep", [Keep(True, True, True), Keep(True, False, True), Keep(False, False, True)], ids=str)
+@pytest.mark.parametrize("case", ["plain", "mask", "one_bias", "bare_norms"])
+def test_the_algebra_is_exact(kernels, direction: str, keep: Keep, case: str) -> None:
+    """In float64 nothing is rounded but the mask and the norms' weights, which are float32 as they come."""
+    x = call(11, 32, 64, direction, 2, torch.float64, mask="float" if case == "mask" else "none", biases=case == "one_bias")
+    weights = x.weights
+    if case == "one_bias":
+        weights = weights._replace(g_in_bias=None, p_out_bias=None)
+    if case == "bare_norms":
+        weights = weights._replace(norm_in_weight=None, norm_out_weight=None, norm_out_bias=None)
+    shape = TriangleMultiplicationShape(11, 32, 64, direction, 2, mask="float" if case == "mask" else "none")
+    found = multiplication_launch.find(shape, weights, None, True, x.z.device)
+    out, saved = multiplication_launch.forward(found, x.z, x.mask, weights, None, 1e-5, keep)
+    assert relative_rms(out, reference.multiplication(x.z, direction, x.mask, weights)) < 1e-12
+    assert [t is not None for t in saved] == [*keep, keep.stats]
+    take = multiplication_backward.steps(weights, ALL)
+    bias = multiplication_launch.has_biases(weights, "in")
+    found = multiplication_backward.find(shape, take, (keep.x, keep.factors), bias, x.z.device)
+    dz, *grads = multiplication_backward.backward(found, x.grad_out, x.z, x.mask, weights, saved, 1e-5, ALL)
+    ref, refs = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, weights)
+    assert relative_rms(dz, ref) < 1e-12
+    for name, grad, want in zip(Weights._fields, grads, refs, strict=True):
+        # Gradients of float32 weights are rounded to it.
+        assert grad.numel() == 0 if want is None else relative_rms(grad, want) < 1e-6, name
+
+
+def test_equal_calls_give_equal_bits(kernels) -> None:
+    x = call(17, batch=2, mask="bool")
+    first = step(x)
+    assert equal(first, step(x)) and equal(first, step(x, recompute=True))
+    x = leaves(x)
+    out = run(x)
+    with torch.autocast("cpu", dtype=BF16):
+        out.backward(x.grad_out)
+    assert equal(first, gradients(x)), "autocast casts nothing inside a backward"
+
+
+# Only what is needed
+
+
+BEHIND = {"norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias"}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("index", range(13))
+def test_only_what_is_needed_is_computed(kernels, index: int, recompute: bool) -> None:
+    x = call(biases=True, mask="bool")
+    everything = step(x)
+    name = ("z", *Weights._fields)[index]
+    wanted = [x.z, *x.weights][index].clone().requires_grad_()
+    tensors = [x.z, *x.weights]
+    tensors[index] = wanted
+    kernels.ran.clear()
+    kernels.asked.clear()
+    out = triangle_multiplication(tensors[0], "outgoing", x.mask, *tensors[1:], recompute=recompute)
+    out.backward(x.grad_out)
+    expected = {
+        "back_weights": name not in {"z", *BEHIND} or name.startswith("norm_in"),
+        "front_weights": name in BEHIND,
+        "front_backward": name == "z",
+    } | dict.fromkeys(("back_backward", "product_nn", "product_tn"), name == "z" or name in BEHIND)
+    again = ["front", "product_nt"] if recompute else []
+    assert ran(kernels) == FRONT + again + [kernel for kernel in BACK if expected[kernel]]
+    skipped = {kernel for kernel, runs in expected.items() if not runs}
+    assert not skipped & {family.partition("/")[2] for family, _ in kernels.asked}, "not even compiled"
+    assert torch.equal(wanted.grad, everything[name])
+
+
+def test_a_frozen_module(kernels) -> None:
+    x = call()
+    z = x.z.clone().requires_grad_()
+    run(Inputs(z, None, x.weights, None)).backward(x.grad_out)
+    assert ran(kernels) == [*FRONT, "back_backward", "product_nn", "product_tn", "front_backward"]
+    assert torch.equal(z.grad, step(x)["z"])
+
+
+def saved_by(make) -> list[torch.Tensor]:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        make()
+    return saved
+
+
+def test_what_is_saved(kernels) -> None:
+    factors, contraction, stats = (1, 2, 64, 9, 16), (1, 64, 9, 16), (1, 9, 9, 2)
+    x = leaves(call(mask="bool"))
+    given = {t.data_ptr() for t in (x.z, x.mask, *x.weights) if t is not None}
+
+    def extra(**options) -> list[tuple]:
+        return [tuple(t.shape) for t in saved_by(lambda: run(x, **options)) if t.data_ptr() not in given]
+
+    assert extra() == [contraction, factors, stats, stats]
+    assert extra(recompute=True) == [stats, stats]
+    for weight in x.weights:
+        if weight is not None:
+            weight.requires_grad_(False)
+    x.z.requires_grad_(False)
+    x.weights.g_out_weight.requires_grad_()
+    assert extra() == [contraction, stats, stats], "no gradient passes the contraction"
+    x.weights.g_out_weight.requires_grad_(False)
+    residual = torch.zeros_like(x.z, requires_grad=True)
+    assert saved_by(lambda: run(x, residual=residual)) == []
+
+
+def test_memory(machine, monkeypatch) -> None:
+    """dx or dz, dzn and the gradients of both factors: four pair tensors beside what is saved."""
+    nothing = lambda family, *rest: routing.Launch(lambda *arguments: None, 132)  # noqa: E731
+    monkeypatch.setattr(routing, "find_kernel", nothing)
+    x = call(96, 64, 64)
+    shape, take = TriangleMultiplicationShape(96, 64), multiplication_backward.steps(x.weights, ALL)
+    keep = Keep(True, True, True)
+    _, saved = multiplication_launch.forward(
+        multiplication_launch.find(shape, x.weights, None, True, x.z.device), x.z, None, x.weights, None, 1e-5, keep
+    )
+    pair, small = x.z.numel() * 2, 16 * sum(w.numel() * 4 for w in x.weights if w is not None)
+    for kept, pairs in ((saved, 4), (saved._replace(x=None, factors=None), 6)):
+        found = multiplication_backward.find(shape, take, (kept.x is not None,) * 2, False, x.z.device)
+        arguments = (found, x.grad_out, x.z, None, x.weights, kept, 1e-5, ALL)
+        peak = peak_of(lambda arguments=arguments: multiplication_backward.backward(*arguments))
+        assert pairs * pair <= peak <= pairs * pair + small
+
+
+# What is given is left alone, and may have any layout
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_graph_can_be_used_twice(kernels, recompute: bool) -> None:
+    x, saved = leaves(call(mask="float", batch=2)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = run(x, recompute=recompute)
+    before = [t.detach().clone() for t in saved]
+    operands = [x.z, *(w for w in x.weights if w is not None)]
+    first = torch.autograd.grad(out, operands, x.grad_out, retain_graph=True)
+    second = torch.autograd.grad(out, operands, x.grad_out)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(saved, before, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_z(kernels, name: str) -> None:
+    x = call(batch=2)
+    z = LAYOUTS[name](x.z).detach().requires_grad_()
+    plain = step(Inputs(z.detach().contiguous(), None, x.weights, x.grad_out), "incoming")
+    weights = leaves(x).weights
+    triangle_multiplication(z, "incoming", None, *weights).backward(x.grad_out)
+    assert z.grad.shape == z.shape and torch.equal(z.grad, plain["z"])
+    assert all(torch.equal(w.grad, plain[key]) for key, w in weights._asdict().items() if w is not None)
+
+
+GRAD_OUTS = {
+    "expanded": lambda x: torch.ones((), dtype=BF16).expand_as(x),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels_outside": lambda x: x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+    "shifted": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("name", GRAD_OUTS)
+def test_layouts_of_the_incoming_gradient(kernels, name: str) -> None:
+    x = call()
+    given = GRAD_OUTS[name](x.grad_out)
+    assert equal(step(x, grad_out=given), step(x, grad_out=given.contiguous()))
+
+
+def test_saved_tensors_may_travel(kernels) -> None:
+    """Hooks that offload keep values and shapes, not strides or padding in memory."""
+    x = call(mask="bool")
+    expected, other = step(x), leaves(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True) if t.dtype != BF16 else t.clone(),
+                                                  lambda t: torch.from_numpy(t) if not isinstance(t, torch.Tensor) else t):
+        out = run(other)
+    out.backward(x.grad_out)
+    assert equal(gradients(other), expected)
+
+
+def test_a_residual_gets_the_incoming_gradient(kernels) -> None:
+    x = leaves(call())
+    residual = torch.randn_like(x.z).requires_grad_()
+    run(x, residual=residual).backward(x.grad_out)
+    assert torch.equal(residual.grad, x.grad_out) and equal(gradients(x), step(x))
+    both = leaves(call())
+    run(both, residual=both.z).backward(both.grad_out)
+    torch.testing.assert_close(both.z.grad, x.z.grad + x.grad_out)
+    frozen = call()
+    kernels.ran.clear()
+    residual.grad = None
+    run(frozen, residual=residual).backward(frozen.grad_out)
+    assert torch.equal(residual.grad, frozen.grad_out) and ran(kernels) == FRONT
+
+
+def test_double_backward_says_so(kernels) -> None:
+    x = leaves(call())
+    (grad,) = torch.autograd.grad(run(x).sum(), [x.z], create_graph=True)
+    with pytest.raises(NotDifferentiable, match="differentiated twice"):
+        grad.sum().backward()
+
+
+# PyTorch's modes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(kernels, reentrant: bool) -> None:
+    plain, stored = call(), leaves(call())
+    out = checkpoint(partial(triangle_multiplication), stored.z, "outgoing", None, *stored.weights, use_reentrant=reentrant)
+    out.backward(plain.grad_out)
+    assert ran(kernels) == FRONT * 2 + BACK and equal(gradients(stored), step(plain))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiles_whole(kernels, dynamic: bool, recompute: bool) -> None:
+    def call_of(z, mask, weights, grad_out):
+        return (triangle_multiplication(z, "incoming", mask, *weights, recompute=recompute).float() * grad_out.float()).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call_of, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for crop in (8, 9):
+        plain, traced = (leaves(call(crop, mask="bool")) for _ in range(2))
+        call_of(plain.z, plain.mask, plain.weights, plain.grad_out).backward()
+        eager = ran(kernels)
+        compiled(traced.z, traced.mask, traced.weights, traced.grad_out).backward()
+        assert equal(gradients(plain), gradients(traced)) and ran(kernels) == eager
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_opcheck(machine, keep: bool, recompute: bool) -> None:
+    x = leaves(call(6, batch=2, mask="float", biases=True))
+    torch.library.opcheck(ops._forward_op, (x.z, x.mask, *x.weights, None, "incoming", 1e-5, BF16, keep, recompute))
+    x = call(6, batch=2, mask="float", biases=True)
+    rule = ("incoming", 1e-5, BF16)
+    torch.library.opcheck(ops._forward_op, (x.z, x.mask, *x.weights, None, *rule, keep, recompute, ALL))
+    _, left = ops._forward_op(x.z, x.mask, *x.weights, None, *rule, keep, recompute, ALL)
+    saved = ops._named(left, ops._kept(x.weights, (keep, recompute, ALL)))
+    needed = [True, True, False] * 4 + [True]
+    torch.library.opcheck(ops._backward_op, (x.grad_out, x.z, x.mask, *x.weights, saved.x, *rule, needed, *saved[1:]))
+
+
+# Where a kernel is missing
+
+
+@pytest.mark.parametrize("family", ["back_backward", "front_weights"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_missing_kernel_of_the_backward(machine, family: str, recompute: bool) -> None:
+    machine.missing = {f"triangle_multiplication/{family}"}
+    x = leaves(call(mask="bool"))
+    with pytest.warns(FallbackWarning, match=f"the backward of .+ PyTorch path: no kernel of .+/{family}"):
+        out = run(x, recompute=recompute)
+    out.backward(x.grad_out)
+    assert ran(machine) == FRONT
+    check_gradients(x)
+
+
+@pytest.mark.parametrize("family", ["front", "back"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_missing_kernel_of_the_forward(machine, family: str, recompute: bool, traced: bool) -> None:
+    """PyTorch then leaves what the kernels of the backward read, as what is saved was decided from metadata."""
+    machine.missing = {f"triangle_multiplication/{family}"}
+    x = leaves(call(10, mask="bool", batch=2))
+    torch._dynamo.reset()
+    update = torch.compile(run, fullgraph=True, backend="aot_eager") if traced else run
+    with pytest.warns(FallbackWarning, match=f"^triangle_multiplication takes the PyTorch path: no kernel of .+/{family}"):
+        out = update(x, recompute=recompute)
+        out.backward(x.grad_out)
+    assert ran(machine) == ([] if recompute and family == "front" else ["front", "product_nt"] * recompute + BACK)
+    check_gradients(x)
+
+
+def check_gradients(x: Inputs) -> None:
+    with torch.no_grad():
+        dz, grads = reference.multiplication_backward(x.grad_out, x.z, "outgoing", x.mask, x.weights)
+    for name, grad in gradients(x).items():
+        assert relative_rms(grad, dz if name == "z" else getattr(grads, name)) < GRADIENT, name
+
+
+def test_what_kernels_do_not_take(machine) -> None:
+    """Too wide, another dtype: as before there were kernels for the backward, and one warning where the forward had some."""
+    wide = leaves(call(4, 32, 288))
+    with pytest.warns(FallbackWarning, match="the backward of .+ PyTorch path: the widths are above 256") as caught:
+        saved = saved_by(lambda: run(wide).backward(wide.grad_out))
+    assert [str(w.message).partition(" takes")[0] for w in caught] == ["the backward of triangle_multiplication"]
+    assert [t.shape for t in saved if t.dim() == 4] == [wide.z.shape, (1, 288, 4, 4)] and ran(machine) == FRONT
+    check_gradients(wide)
+    for dtype in (torch.float16, torch.float32):
+        x = leaves(call(dtype=dtype))
+        with pytest.warns(FallbackWarning, match="^triangle_multiplication takes"):
+            run(x).backward(x.grad_out)
+    x = leaves(call())
+    with pytest.warns(FallbackWarning, match="^triangle_multiplication takes"):
+        run(x, residual=torch.zeros(x.z.shape)).backward(x.grad_out.float())
+    x = leaves(call(dtype=torch.float32))
+    with pytest.warns(FallbackWarning, match="autocast computes in bfloat16"), torch.autocast("cpu", dtype=BF16):
+        out = run(x)
+    out.backward(x.grad_out.to(BF16))
+    assert ran(machine) == [] and x.z.grad.dtype == torch.float32
+
+
+def test_a_cold_kernel_of_the_backward_stops_the_forward_in_a_capture(kernels, monkeypatch) -> None:
+    def find(family, *rest):
+        if family == routing.FRONT_WEIGHTS:
+            raise ColdKernelInCapture("cold")
+        return usual(family, *rest)
+
+    usual = kernels.find
+    monkeypatch.setattr(routing, "find_kernel", find)
+    with pytest.raises(ColdKernelInCapture):
+        run(leaves(call()))
+    assert kernels.ran == []
+    z = call().z.requires_grad_()
+    run(Inputs(z, None, call().weights, None))
+
+
+def test_empty_calls(kernels, monkeypatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = torch.randn(0, 9, 9, 32, dtype=BF16, requires_grad=True)
+        triangle_multiplication(z, "outgoing", None, *call().weights).sum().backward()
+    assert z.grad.shape == z.shape
+
+
+# Routing
+
+
+class FakeTemplate:
+    """A template of some family that serves what is at most 256 wide."""
+
+    name, arch = "fake", "sm_90a"
+
+    def __init__(self, family: str) -> None:
+        self.op, _, self.direction = family.partition("/")
+
+    def supports(self, shape):
+        return shape.channels <= 256, f"{self.direction} takes up to 256 channels"
+
+    def splits(self, shape, config, num_ctas):
+        return config + num_ctas
+
+
+def test_templates_decide_which_backward_kernels_take(monkeypatch) -> None:
+    shape = TriangleMultiplicationShape(64)
+    there = {family: FakeTemplate(family) for family in multiplication_routing.backward_families(shape)}
+    there |= {family: FakeTemplate(family) for family in multiplication_routing.families(shape)}
+    monkeypatch.setattr(registry, "templates", lambda op, direction: [t for t in [there.get(f"{op}/{direction}")] if t])
+    monkeypatch.setattr(multiplication_routing, "_served", set())
+    missing = there.pop(routing.FRONT_WEIGHTS)
+    refused = "no template of triangle_multiplication/front_weights is registered"
+    assert multiplication_routing.backward_unsupported(shape) == refused and multiplication_routing.unsupported(shape) is None
+    there[routing.FRONT_WEIGHTS] = missing
+    assert multiplication_routing.backward_unsupported(shape) is None
+    wide = TriangleMultiplicationShape(64, 512)
+    assert multiplication_routing.backward_unsupported(wide) == "front takes up to 256 channels"
+
+
+def test_products_of_the_factors_gradients() -> None:
+    for direction in DIRECTIONS:
+        families = multiplication_routing.factor_products(direction)
+        assert [f.rpartition("_")[2] for f in families] == (["nn", "tn"] if direction == "outgoing" else ["nt", "nn"])
+
+
+@pytest.mark.parametrize("family", [routing.FRONT_WEIGHTS, routing.BACK_WEIGHTS, multiplication_routing.FRONT_BACKWARD])
+def test_weight_kernels_get_their_splits(monkeypatch, family: str) -> None:
+    class Found:
+        config, function, template = 5, staticmethod(print), FakeTemplate(family)
+
+    monkeypatch.setattr(routing.kernels, "get_kernel", lambda *arguments: Found())
+    monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
+    launch = routing.find_kernel(family, TriangleMultiplicationShape(64), (), torch.device("cpu"))
+    assert (launch.num_ctas, launch.slabs, launch.splits) == (132, 1, 137 if family.endswith("weights") else 1)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_gradients_of_weights_do_not_depend_on_the_splits(kernels, splits: int) -> None:
+    x = call(17)
+    expected = step(x)
+    kernels.splits = splits
+    for name, grad in step(x).items():
+        assert relative_rms(grad, expected[name].double()) < 1e-5, name
+
+
+def test_saved_names() -> None:
+    left = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
+    assert [None if t is None else t.numel() for t in ops._named(left, Keep(True, False, True))] == [1, None, 2, 3]
+    assert ops._named([], Keep()) == Saved()

@@ -1,0 +1,198 @@
+"""The backward of a triangle multiplication on kernels: which, in what order, from what the forward left.
+
+    back_backward      dx, and the output gate's part of the gradient of LN(z)
+    back_weights       sums for p_out, g_out and both norms; skipped where those are frozen
+    two products       the gradients of a and b from dx
+    front_backward     dz; skipped where z needs none
+    front_weights      sums for p_in, g_in and norm_in; skipped where those are frozen
+
+Without a gradient of z, p_in, g_in or norm_in only back_weights runs. A forward that saved neither the contraction nor the
+factors gets both again from its own front and contraction kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpf_jit.kernels import Flags
+from tpf_jit.ops import multiplication_launch, multiplication_routing, routing
+from tpf_jit.ops.launch import on_device
+from tpf_jit.ops.multiplication_launch import Saved
+from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates.triangle_multiplication import layout, layout_backward
+from tpf_jit.templates.triangle_multiplication.layout import Weights
+
+_NORM_IN = {"norm_in_weight", "norm_in_bias"}
+_FRONT = {"p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias"} | _NORM_IN
+_BACK = {
+    "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias",
+} | _NORM_IN  # fmt: skip
+"""The weights whose gradients the sums of front and back are for; LN(z) is in both."""
+
+
+class Steps(NamedTuple):
+    """What of a backward the wanted gradients take."""
+
+    z: bool
+    front_weights: bool
+    back_weights: bool
+
+    @property
+    def through(self) -> bool:
+        """Whether gradients pass the contraction."""
+        return self.z or self.front_weights
+
+
+def steps(weights: Weights, needed: Sequence[bool]) -> Steps:
+    """The steps for the gradients of (z, *weights) that are `needed`; absent weights have none."""
+    given = zip(Weights._fields, weights, needed[1:], strict=True)
+    wanted = {name for name, x, need in given if need and x is not None}
+    return Steps(bool(needed[0]), bool(wanted & _FRONT), bool(wanted & _BACK))
+
+
+class Kernels(NamedTuple):
+    """The kernels of one backward, loaded; those that it does not take are None. front and contraction are the forward's, for
+    what it did not save; left and right give the gradients of a and b, in the order of an outgoing or an incoming update."""
+
+    outgoing: bool
+    front: routing.Launch | None
+    contraction: routing.Launch | None
+    back_backward: routing.Launch | None
+    back_weights: routing.Launch | None
+    left: routing.Launch | None
+    right: routing.Launch | None
+    front_backward: routing.Launch | None
+    front_weights: routing.Launch | None
+
+
+def variants(
+    shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], bias: bool
+) -> tuple[tuple[str, Flags, bool], ...]:
+    """(family, flags, whether it runs) of the fields of `Kernels`.
+
+    Args:
+        take: the steps.
+        saved: whether x and the factors were.
+        bias: whether the front has projection biases.
+    """
+    has_x, has_factors = saved
+    again = not has_x or take.through and not has_factors
+    families = multiplication_routing.backward_families(shape)
+    runs = (take.through, take.back_weights, take.through, take.through, take.z, take.front_weights)
+    return (
+        (multiplication_routing.FRONT, multiplication_routing.front_flags(bias), again),
+        (multiplication_routing.contraction(shape.direction), (), not has_x),
+        *((family, (), run) for family, run in zip(families, runs, strict=True)),
+    )
+
+
+def all_variants(shape: TriangleMultiplicationShape) -> list[tuple[str, Flags]]:
+    """(family, flags) of a backward in which everything has a gradient and nothing is made again."""
+    return [(family, flags) for family, flags, runs in variants(shape, Steps(True, True, True), (True, True), False) if runs]
+
+
+def find(
+    shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], bias: bool, device: torch.device
+) -> Kernels | str:
+    """The kernels for some steps, loaded, or why there is none; arguments as for `variants`. Raises as `routing.find_kernel`;
+    nothing has been launched then."""
+    found = []
+    for family, flags, runs in variants(shape, take, saved, bias):
+        launch = routing.find_kernel(family, shape, flags, device) if runs else None
+        if isinstance(launch, str):
+            return launch
+        found.append(launch)
+    return Kernels(shape.direction == "outgoing", *found)
+
+
+def backward(
+    found: Kernels,
+    grad_out: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    saved: Saved,
+    eps: float,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients as `multiplication_fallback.backward` returns them, by the kernels that were found for `needed`.
+
+    Args:
+        grad_out: like the update, any strides.
+        z: `(B, N, N, C)` bfloat16, any strides; mask, weights: as the forward had them.
+        saved: what it left; nothing of it is written over.
+    """
+    hidden, grads = weights.hidden, Weights(*(None,) * len(needed[1:]))
+    with on_device(z), torch.autocast(z.device.type, enabled=False):
+        operands = _operands(found, z, mask, weights)
+        x, factors = _rebuilt(found, operands, saved, eps)
+        folded = layout_backward.fold(weights, z.dtype)
+        dout = layout.pair_operand(grad_out.to(z.dtype))
+        back = (operands.z, saved.z_stats, x, saved.x_stats, dout, folded.p_out, folded.g_out, folded.out_terms)
+        back_sums = _sums(found.back_weights, back, layout_backward.back_planes_empty(z, hidden, _splits(found.back_weights)))
+        front_sums = layout_backward.front_planes_empty(z, hidden, _splits(found.front_weights))
+        dz = z.new_empty(0)
+        if found.back_backward is not None:
+            dx, dzn = torch.empty_like(x), layout_backward.pair_empty(z)
+            found.back_backward.function(*back, dx, dzn, found.back_backward.num_ctas)
+            del back, x, dout  # what was rebuilt or copied makes room
+            dfactors = _factor_gradients(found, dx, factors)
+            del dx, factors
+            front = (folded.p_in, folded.g_in, folded.in_terms)
+            _sums(found.front_weights, (operands.z, saved.z_stats, operands.mask, dfactors, *front), front_sums)
+            if found.front_backward is not None:
+                dz = torch.empty_like(z)
+                target = dz if dz.is_contiguous() and layout.complies(dz) else layout_backward.pair_empty(z)
+                arguments = (operands.z, saved.z_stats, operands.mask, dfactors, dzn, *front, target)
+                found.front_backward.function(*arguments, found.front_backward.num_ctas)
+                if target is not dz:
+                    dz.copy_(target)
+        if found.back_weights is not None or found.front_weights is not None:
+            grads = layout_backward.finish(weights, *front_sums, *back_sums, needed[1:])
+    return [dz, *(z.new_empty(0) if grad is None else grad for grad in grads)]
+
+
+def _operands(found: Kernels, z: Tensor, mask: Tensor | None, weights: Weights) -> layout.Operands:
+    """z and mask as kernels read them, and where the forward's run again also the weights."""
+    if found.front is not None:
+        return layout.prepare(z, mask, multiplication_launch.paired(weights))
+    mask = None if found.back_backward is None else layout.mask_buffer(mask, z)
+    return layout.Operands(layout.pair_operand(z), mask, weights)
+
+
+def _rebuilt(found: Kernels, operands: layout.Operands, saved: Saved, eps: float) -> tuple[Tensor, Tensor | None]:
+    """x and the factors: those that were saved, or made again."""
+    x, factors, hidden = saved.x, saved.factors, operands.weights.hidden
+    if found.front is not None:
+        factors = layout.factors_empty(operands.z, hidden)
+        found.front.function(*operands.front(factors), None, eps, found.front.num_ctas)
+    if found.contraction is not None:
+        x = layout.contraction_empty(operands.z, hidden)
+        found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
+    return x, factors
+
+
+def _factor_gradients(found: Kernels, dx: Tensor, factors: Tensor) -> Tensor:
+    """The gradients of a and b, laid out as these are."""
+    a, b = factors[:, 0], factors[:, 1]
+    grads = torch.empty_like(factors)
+    # Outgoing da = dx b, db = dx^T a; incoming da = b dx^T, db = a dx, as matrices of one channel.
+    left, right = ((dx, b), (dx, a)) if found.outgoing else ((b, dx), (a, dx))
+    found.left.function(*left, grads[:, 0], found.left.num_ctas)
+    found.right.function(*right, grads[:, 1], found.right.num_ctas)
+    return grads
+
+
+def _splits(launch: routing.Launch | None) -> int:
+    return 1 if launch is None else launch.splits
+
+
+def _sums(launch: routing.Launch | None, arguments: tuple, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Have a kernel fill its planes and sums; they stay as they are where nothing of them is wanted."""
+    if launch is not None:
+        launch.function(*arguments, *parts, launch.splits, launch.num_ctas)
+    return parts
