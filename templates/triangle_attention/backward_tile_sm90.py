@@ -13,7 +13,8 @@ Layouts as in backward_query_sm90.py, whose calling convention this kernel share
 One task is (b, h, 64 * W queries, slab), done by a cluster of CTAs of which each keeps one tile of tile_n keys, so that the
 cluster covers all keys. Bias tile and bias gradient stay where they are, in shared memory and in registers, while the CTA walks
 the rows of its slab; the gradient leaves once, at the end. Every CTA has a part of dQ only: it sends the queries of each other
-CTA of the cluster to that CTA's shared memory (bulk copies, DSMEM), where they are added in the order of the ranks. No atomics anywhere.
+CTA of the cluster to that CTA's shared memory (bulk copies, DSMEM), where they are added in the order of the ranks. No atomics
+anywhere.
 
 Warp roles: warpgroup 0 is the producer (one warp issues TMA); each of the W consumer warpgroups owns 64 queries. A consumer
 step, for one row: S is there since the step before; logits and P, meanwhile dP = dO V^T; dS; dQ = dS K and at once S of the next

@@ -5,7 +5,7 @@
 
 Layouts:
     z, d, dzn               (B, N, N, C)            bfloat16
-    x, dx                   (B, D, N, P)            bfloat16, channel-major; columns of x from N on are zero, those of dx become it
+    x, dx                   (B, D, N, P)            bfloat16, channel-major; columns of x from N on are zero, dx's become so
     z_stats, x_stats        (B, N, N, 2)            float32: mean, reciprocal deviation
     p_weight (C, D), g_weight (C, C)                bfloat16, folded with the weights of the LayerNorms
     terms                   (C, 4)                  float32: row sum and bias of p_weight, of g_weight
