@@ -113,8 +113,8 @@ def explain(
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
     Calls are named by their tensors as for `is_supported`. Of a triangle multiplication's kernels it shows the contraction, and
-    names those of the backward. Where no kernel can run here, the explanation still shows those that the default architecture
-    would run.
+    names those of forward and backward in the order of their launches. Where no kernel can run here, the explanation still shows
+    those that the default architecture would run.
 
     Raises:
         InvalidInput: tensors that do not fit together.
@@ -129,18 +129,21 @@ def explain(
         kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
-    backward = _explain_backward(shape, kernel.spec.arch, reason is None) if several else None
-    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, backward)
+    passes = _explain_passes(shape, kernel.spec.arch, reason is None) if several else (None, None)
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, *passes)
 
 
-def _explain_backward(shape: TriangleMultiplicationShape, arch: str, here: bool) -> str:
-    """Path and kernels of the backward of a call without residual, on this device or on one of the architecture."""
+def _explain_passes(shape: TriangleMultiplicationShape, arch: str, here: bool) -> tuple[str, str]:
+    """Kernels of the forward and of the backward (or why that is PyTorch's) of a call without residual, on this device or on one
+    of the architecture."""
+
+    def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
+        names = ", ".join(kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants)
+        return names if here else f"{names} (what a device of {arch} would run)"
+
     reason = multiplication_routing.backward_unsupported(shape)
-    if reason is not None:
-        return f"PyTorch: {reason}"
-    variants = multiplication_backward.all_variants(shape)
-    names = ", ".join(kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants)
-    return names if here else f"{names} (what a device of {arch} would run)"
+    backward = named(multiplication_backward.all_variants(shape)) if reason is None else f"PyTorch: {reason}"
+    return named(multiplication_routing.usual_variants(shape)[:-1]), backward  # the last of the usual has a residual
 
 
 def compile(
@@ -159,13 +162,14 @@ def compile(
         arch: the target, "sm_90a"; that of the current device when left out, or "sm_90a" where it has none.
         template: use this template in place of the dispatcher's choice.
         config: a configuration of that template (or of the first that serves the shape), as its dataclass or as a dict.
-        residual: the forward of training, which also writes what rounding took from its output.
+        residual: the forward of training, which also writes what rounding took from its output or, of a triangle
+            multiplication, its statistics.
         workers: compile processes for several kernels; one per usable CPU when left out.
         training: also what a training step runs for these shapes (see `warmup`), after the others.
 
     Returns:
         One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has several
-        (front, contraction, back with and without a residual), which come as a list too. Nothing is loaded yet.
+        (fold, front, contraction, back with and without a residual), which come as a list too. Nothing is loaded yet.
 
     Raises:
         InvalidInput: no such preset, shape or configuration.
@@ -177,15 +181,13 @@ def compile(
     shapes, single = _shapes(problem)
     chosen = [kernel for shape in shapes for kernel in _choose(shape, _target(arch), template, config, residual)]
     if training:
-        chosen += [kernel for shape in shapes for kernel in _of_training(shape)]
+        chosen = list(dict.fromkeys([*chosen, *(kernel for shape in shapes for kernel in _of_training(shape))]))
     _build({kernel.spec for kernel in chosen}, workers)
     compiled = [CompiledKernel(kernel) for kernel in chosen]
     return compiled[0] if single and len(compiled) == 1 else compiled
 
 
-def warmup(
-    problem: Any, residual: bool = False, workers: int | None = None, training: bool = False
-) -> list[CompiledKernel]:
+def warmup(problem: Any, residual: bool = False, workers: int | None = None, training: bool = False) -> list[CompiledKernel]:
     """Compile, load and once launch the kernels of all shapes, so that training and graph capture meet none that is cold.
 
     Args:
@@ -222,28 +224,31 @@ def warmup(
     return [CompiledKernel(kernel) for kernel in chosen]
 
 
-def tune(problem: Any, *arguments: Any, **options: Any) -> Any:
+def tune(problem: Any, direction: str | None = None, *arguments: Any, **options: Any) -> Any:
     """Measure configurations for a shape (a list or preset: for each) on this GPU and keep the evidence.
 
-    Arguments are those of `tpf_jit.tune.tune`; calls made afterwards in this process use what was found.
+    Arguments are those of `tpf_jit.tune.tune`, but that a direction left out stands for all that inference runs; calls made
+    afterwards in this process use what was found.
 
     Returns:
-        The result of the sweep, or a list of results.
+        The result of the sweep, or a list of results where there are several shapes or directions.
     """
     from tpf_jit import resolve
     from tpf_jit.tune import tune as sweep
+    from tpf_jit.tune.cells import inference_directions
 
     shapes, single = _shapes(problem)
-    results = [sweep(shape, *arguments, **options) for shape in shapes]
+    wanted = [(shape, each) for shape in shapes for each in ([direction] if direction else inference_directions(shape))]
+    results = [sweep(shape, each, *arguments, **options) for shape, each in wanted]
     resolve.reload()
     kernels.reload_choices()
-    return results[0] if single else results
+    return results[0] if single and len(results) == 1 else results
 
 
 def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any, p_in_weight: Any) -> tuple[str | None, Any]:
     if p_in_weight is not None and k is None and v is None and bias is None:
         return multiplication_routing.inspect_call(q, mask, p_in_weight)
-    if isinstance(q, Tensor) and p_in_weight is None:
+    if isinstance(q, Tensor) and p_in_weight is None and any(x is not None for x in (k, v, bias)):
         return inspect_call(q, k, v, bias, mask)
     if not is_shape(q) or any(x is not None for x in (k, v, bias, mask, p_in_weight)):
         allowed = "a shape alone, the tensors q, k, v, bias and perhaps mask, or z with p_in_weight and perhaps mask"
@@ -278,10 +283,10 @@ def _target(arch: str | None) -> str:
 def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: bool) -> list[kernels.Kernel]:
     """The kernels for a shape and architecture: the dispatcher's choice, or with the caller's template or configuration."""
     if template is None and isinstance(shape, TriangleMultiplicationShape):
-        if config is not None or residual:
-            name, came = ("config", config) if config is not None else ("residual", True)
-            raise InvalidInput.of(name, came, f"none without template=: {shape.op} has several kernels")
-        return [_choose_one(shape, arch, *variant) for variant in multiplication_routing.usual_variants(shape)]
+        if config is not None:
+            raise InvalidInput.of("config", config, f"none without template=: {shape.op} has several kernels")
+        stats = residual and multiplication_routing.backward_unsupported(shape) is None
+        return [_choose_one(shape, arch, *variant) for variant in multiplication_routing.usual_variants(shape, stats)]
     family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"
     if template and residual and family.endswith("/forward"):
         raise InvalidInput.of("template", template, f"one of {family}_training, as residual=True asks for such a kernel")
@@ -370,6 +375,7 @@ def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
 # A variant's flag, and the attribute by which a workload gives a kernel what it compiles in.
 _FLAG_ATTRIBUTES = (
     ("residual", "residual"), ("residual", "with_residual"), ("dbias", "dbias"), ("stats", "with_stats"), ("stats", "stats"),
+    ("bias", "projection_biases"),
 )  # fmt: skip
 
 

@@ -38,8 +38,10 @@ class Explanation:
     """"loaded", "cached", "not compiled", or why it cannot be had."""
     resources: dict[str, Any] = field(default_factory=dict)
     """Of the compiled kernel, or what arithmetic says before it is compiled."""
+    forward: str | None = None
+    """Of a triangle multiplication: the templates of the forward's kernels, in the order of their launches."""
     backward: str | None = None
-    """Of a triangle multiplication: the templates of the backward's kernels, or "PyTorch: " and why."""
+    """The same of the backward, or "PyTorch: " and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-friendly values."""
@@ -60,13 +62,19 @@ class Explanation:
                 f"  object     {self.state}",
                 "  resources  " + (", ".join(f"{name}={value}" for name, value in _shown(self.resources)) or "unknown"),
             ]
-        if self.backward is not None:
-            lines.append(f"  backward   {self.backward}")
+        for name, kernels_of in (("forward", self.forward), ("backward", self.backward)):
+            if kernels_of is not None:
+                # Six full names would fill several lines; all begin with that of the operation.
+                short = kernels_of.replace(f"{self.shape.partition('/')[0]}_", "")
+                lines.append(f"  {name:10} {short}")
         return "\n".join(lines)
 
 
-def explain_kernel(kernel: kernels.Kernel, path: str, reason: str, backward: str | None = None) -> Explanation:
-    """All about one kernel, for a call that takes `path` for `reason`, and what is known of its backward. Compiles nothing."""
+def explain_kernel(
+    kernel: kernels.Kernel, path: str, reason: str, forward: str | None = None, backward: str | None = None
+) -> Explanation:
+    """All about one kernel, for a call that takes `path` for `reason`, and the kernels of both passes where they are several.
+    Compiles nothing."""
     template = kernel.template
     found = None
     if kernel.config_from != "explicit":
@@ -86,6 +94,7 @@ def explain_kernel(kernel: kernels.Kernel, path: str, reason: str, backward: str
         measured_us=None if found is None else found.us,
         state=state,
         resources=resources or vars(template.resources(kernel.shape, kernel.config)),
+        forward=forward,
         backward=backward,
     )
 

@@ -324,7 +324,8 @@ def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape | Triang
 
     The file is JSON: `{"shapes": [entry, ...]}`, an entry being the fields of a shape, where `"crops": [384, 640]` in place of
     `"crop"` stands for one shape a crop, `"op": "triangle_multiplication"` makes it one of that operation (without an op it is
-    triangle attention), and `"note"` is free text. Duplicates are dropped, order is kept.
+    triangle attention), there `"directions": ["outgoing", "incoming"]` in place of `"direction"` for one a direction, and
+    `"note"` is free text. Duplicates are dropped, order is kept.
 
     Raises:
         InvalidInput: for an unknown name, a file that cannot be read, or an entry that is no shape.
@@ -351,9 +352,10 @@ def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape | Triang
 
 
 def _expand(entry: dict[str, Any]) -> list[Any]:
-    values = {name: value for name, value in entry.items() if name not in ("note", "crops", "op")}
+    values = {name: value for name, value in entry.items() if name not in ("note", "crops", "directions", "op")}
     cls = SHAPES[_choice("op", entry.get("op", TriangleAttentionShape.op), tuple(SHAPES))]
-    return [cls.from_dict({**values, "crop": crop}) for crop in entry.get("crops", [entry.get("crop")])]
+    ways = [{"direction": way} for way in entry["directions"]] if "directions" in entry else [{}]
+    return [cls.from_dict({**values, **way, "crop": crop}) for way in ways for crop in entry.get("crops", [entry.get("crop")])]
 
 
 def _positive_int(name: str, value: object) -> int:

@@ -6,6 +6,7 @@ Import-light: the registry reads `TEMPLATES` without torch and without the compi
 
 from tpf_jit.templates.triangle_multiplication.config import (
     TriangleMultiplicationBack,
+    TriangleMultiplicationFold,
     TriangleMultiplicationFront,
     TriangleMultiplicationProductNN,
     TriangleMultiplicationProductNT,
@@ -19,6 +20,7 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
 )
 
 TEMPLATES = (
+    TriangleMultiplicationFold,
     TriangleMultiplicationFront,
     TriangleMultiplicationProductNT,
     TriangleMultiplicationProductTN,

@@ -10,9 +10,9 @@ Layouts:
     p_weight (C, D), g_weight (C, C)                bfloat16, folded with the weights of the LayerNorms
     terms                   (C, 4)                  float32: row sum and bias of p_weight, of g_weight
 
-A tile is 64 pairs (i, j) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups. z and x are multiplied
-as they lie and normalised in the results (see weights_sm90.py); both products of a step of tile_c rows of the weights read the
-same weights in shared memory, once along their rows and once across. dx goes out where x came in, dzn where z did.
+A tile is 64 pairs (i, j) of one i. z and x are multiplied as they lie and normalised in the results (see weights_sm90.py); both
+products of a step of tile_c rows of the weights read the same weights in shared memory, once along their rows and once across.
+dx goes out where x came in, dzn where z did. Warp roles and rings as in front_backward_sm90.py.
 
 Where the gradients of a pair, C + D of them, do not fit into registers, x and then z each have a pass over the weights, and
 dx waits in shared memory of its own until x is no longer needed.
@@ -31,6 +31,7 @@ from cutlass.tensor_utils import LayoutEnum
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
@@ -38,7 +39,6 @@ from tpf_jit.templates.common.tma import (
     one_stage,
     partition,
     producer_state,
-    release_after_reads,
     smem_area,
     smem_tensor,
     tile_bytes,
@@ -56,7 +56,8 @@ class TriangleMultiplicationBackBackwardSm90:
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.hidden, self.passes = variant["channels"], variant["hidden"], passes
         self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
-        self.stages, self.pair_stages = config.stages, config.pair_stages
+        self.stages, self.pair_stages, self.w_stages = config.stages, config.pair_stages, config.weight_stages
+        self.resident = self.w_stages >= self.channels // self.tile_c
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -79,10 +80,10 @@ class TriangleMultiplicationBackBackwardSm90:
         self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
         self.o_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, self.warpgroups)
-        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.stages)
-        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.stages)
-        self.pt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.hidden, c), self.dtype, self.stages)
-        self.gt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.channels, c), self.dtype, self.stages)
+        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.w_stages)
+        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.w_stages)
+        self.pt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.hidden, c), self.dtype, self.w_stages)
+        self.gt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.channels, c), self.dtype, self.w_stages)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.stages * self.warpgroups)
 
     def _storage(self):
@@ -90,8 +91,9 @@ class TriangleMultiplicationBackBackwardSm90:
 
         @cute.struct
         class Storage:
-            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages]
-            bar_w: cute.struct.MemRange[Int64, 2 * self.stages]
+            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages * self.warpgroups]
+            bar_d: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
+            bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
             terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
             z: smem_area(self.dtype, self.z_layout)
             x: smem_area(self.dtype, self.x_layout)
@@ -129,9 +131,9 @@ class TriangleMultiplicationBackBackwardSm90:
         batch, crop = mZ.shape[0], mZ.shape[1]
         blocks = cute.ceil_div(crop, ROWS)
         tiles = blocks * crop * batch
-        tasks = cute.ceil_div(tiles, self.warpgroups)
-        self.kernel(loads, stores, (mZStats, mXStats), mTerms, (crop, blocks, tiles, tasks)).launch(
-            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, (crop, blocks, tiles)).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -149,23 +151,36 @@ class TriangleMultiplicationBackBackwardSm90:
         sO = smem_tensor(sm.o, self.o_layout) if const_expr(self.passes > 1) else sX
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
         for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4]
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
 
-        warps = 4 * self.warpgroups
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
+        bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
+        in_stages, d_stages = self.pair_stages * self.warpgroups, self.stages * self.warpgroups
+        ring, d_ring = ring_of(sm.bar_in.data_ptr(), in_stages), ring_of(sm.bar_d.data_ptr(), d_stages)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                initialise_ring(ring, in_stages)
+                initialise_ring(d_ring, d_stages)
         step_bytes = tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype)
-        step_bytes = step_bytes + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
-        pipe = tma_ring(sm.bar_in, self.pair_stages, self.warpgroups * pair_bytes, warps)
-        pipe_w = tma_ring(sm.bar_w, self.stages, step_bytes, warps, last=True)
+        pipe_w = tma_ring(sm.bar_w, self.w_stages, step_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp_idx == 0:
-                self.load(pipe, pipe_w, loads, (sZ, sX, sP, sG, sD), sizes)
+            if warp_idx < self.warpgroups:
+                self.load(ring, d_ring, loads, (sZ, sX, sD), sizes, warp_idx, bytes_each)
+            elif warp_idx == self.warpgroups:
+                self.load_weights(pipe_w, loads, (sP, sG), sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.differentiate(pipe, pipe_w, (sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms), stats, stores, sizes)
+            self.differentiate((ring, d_ring, pipe_w), (sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms), stats, stores, sizes)
+
+    @cute.jit
+    def rounds(self, tiles: Int32):
+        """Tiles of each warpgroup of this CTA; the last of some are tiles beyond the last, not stored."""
+        each = cute.arch.grid_dim()[0] * self.warpgroups
+        return (tiles - cute.arch.block_idx()[0] * self.warpgroups + each - 1) // each
 
     @cute.jit
     def decode(self, tile: Int32, crop: Int32, blocks: Int32):
@@ -173,49 +188,61 @@ class TriangleMultiplicationBackBackwardSm90:
         rest, block = tile // blocks, tile % blocks
         return block, rest % crop, rest // crop
 
-    # ---- device: producer ---------------------------------------------------------------------------------------
+    # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
-    def load(self, pipe, pipe_w, loads, smem, sizes):
-        (tma_z, gZ), (tma_x, gX), (tma_p, gP), (tma_g, gG), (tma_d, gD) = loads
-        sZ, sX, sP, sG, sD = smem
-        crop, blocks, tiles, tasks = sizes
+    def load(self, ring, d_ring, loads, smem, sizes, wg: Int32, bytes_each: cutlass.Constexpr):
+        """The tiles of one warpgroup."""
+        (tma_z, gZ), (tma_x, gX), (tma_d, gD) = loads[0], loads[1], loads[4]
+        sZ, sX, sD = smem
+        crop, blocks, tiles = sizes
         tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
         tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
-        tPs, tPg = partition(tma_p, sP, gP, (self.tile_c, self.hidden), (None, 0))
-        tGs, tGg = partition(tma_g, sG, gG, (self.tile_c, self.channels), (None, 0))
         tDs, tDg = partition(tma_d, sD, gD, (ROWS, self.tile_c), (None, None, None, None))
-        state, w_state = producer_state(self.pair_stages), producer_state(self.stages)
-        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            pipe.producer_acquire(state)
-            bar = pipe.producer_get_barrier(state)
-            for w in cutlass.range_constexpr(self.warpgroups):
-                # A tile beyond the last is the last again, and not stored.
-                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                place = state.index * self.warpgroups + w
-                cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-                cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
+        state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
+        for n in cutlass.range(self.rounds(tiles), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            # A tile beyond the last is the last again, and not stored.
+            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            place = wg * self.pair_stages + state.index
+            bar = acquire_stage(ring, place, state.phase, bytes_each[0])
+            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+            cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
             state.advance()
             for _ in cutlass.range_constexpr(self.passes):
                 for c in cutlass.range(self.channels // self.tile_c, unroll=1):
-                    pipe_w.producer_acquire(w_state)
-                    bar = pipe_w.producer_get_barrier(w_state)
-                    cute.copy(tma_p, tPg[None, c], tPs[None, w_state.index], tma_bar_ptr=bar)
-                    cute.copy(tma_g, tGg[None, c], tGs[None, w_state.index], tma_bar_ptr=bar)
-                    for w in cutlass.range_constexpr(self.warpgroups):
-                        block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                        place = w_state.index * self.warpgroups + w
-                        cute.copy(tma_d, tDg[None, block, c, i, batch], tDs[None, place], tma_bar_ptr=bar)
-                    w_state.advance()
-        # No CTA may exit while a consumer can still arrive on its barriers.
-        pipe.producer_tail(state)
-        pipe_w.producer_tail(w_state)
+                    place = wg * self.stages + d_state.index
+                    bar = acquire_stage(d_ring, place, d_state.phase, bytes_each[1])
+                    cute.copy(tma_d, tDg[None, block, c, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                    d_state.advance()
+        drain_ring(ring, wg, state, self.pair_stages)
+        drain_ring(d_ring, wg, d_state, self.stages)
+
+    @cute.jit
+    def load_weights(self, pipe_w, loads, smem, sizes):
+        """Once where they stay, else for every pass over them."""
+        (tma_p, gP), (tma_g, gG) = loads[2:4]
+        sP, sG = smem
+        crop, blocks, tiles = sizes
+        tPs, tPg = partition(tma_p, sP, gP, (self.tile_c, self.hidden), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (self.tile_c, self.channels), (None, 0))
+        w_state = producer_state(self.w_stages)
+        for _ in cutlass.range(1 if self.resident else self.rounds(tiles) * self.passes, unroll=1):
+            for c in cutlass.range(self.channels // self.tile_c, unroll=1):
+                pipe_w.producer_acquire(w_state)
+                bar = pipe_w.producer_get_barrier(w_state)
+                cute.copy(tma_p, tPg[None, c], tPs[None, w_state.index], tma_bar_ptr=bar)
+                cute.copy(tma_g, tGg[None, c], tGs[None, w_state.index], tma_bar_ptr=bar)
+                w_state.advance()
+        if const_expr(not self.resident):
+            pipe_w.producer_tail(w_state)
 
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
-    def differentiate(self, pipe, pipe_w, smem, stats, stores, sizes):
+    def differentiate(self, pipes, smem, stats, stores, sizes):
+        ring, d_ring, pipe_w = pipes
         sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms = smem
         (tma_dx, gDx), (tma_dzn, gDzn) = stores
-        crop, blocks, tiles, tasks = sizes
+        crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         by_x, by_z = self.project_x.get_slice(0), self.project_z.get_slice(0)
@@ -224,11 +251,11 @@ class TriangleMultiplicationBackBackwardSm90:
         tPt = self.spread_x.make_fragment_B(self.spread_x.get_slice(0).partition_B(sPt))
         tGt = self.spread_z.make_fragment_B(self.spread_z.get_slice(0).partition_B(sGt))
         fragments = (tX, tZ, tP, tG, tPt, tGt)
-        state, w_state = consumer_state(self.pair_stages), consumer_state(self.stages)
-        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            tile = task * self.warpgroups + wg
+        state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
+        for n in cutlass.range(self.rounds(tiles), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
-            place = state.index * self.warpgroups + wg
+            place = wg * self.pair_stages + state.index
             # Of this thread's two pairs: mean and rstd of z, of x.
             of_pair = cute.make_rmem_tensor((2, 4), Float32)
             for r in cutlass.range_constexpr(2):
@@ -236,32 +263,41 @@ class TriangleMultiplicationBackBackwardSm90:
                 for m in cutlass.range_constexpr(2):
                     two = read_statistics(stats[m], (batch, i, j), crop)
                     of_pair[r, 2 * m], of_pair[r, 2 * m + 1] = two[0], two[1]
-            pipe.consumer_wait(state)
+            wait_stage(ring, place, state.phase)
             dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
             dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
-            where = (place, wg, tidx)
+            pipes, where = (pipe_w, d_ring), (place, wg, tidx)
             if const_expr(self.passes == 1):
-                acc_x, acc_z, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, True, True)
+                acc_x, acc_z, d_state, w_state = self.walk(
+                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, True, True
+                )
                 self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_pair, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
                 store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles)
             else:
-                acc_x, _, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, True, False)
+                acc_x, _, d_state, w_state = self.walk(
+                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, True, False
+                )
                 self.normalise(acc_x, sX[None, None, place], sO[None, None, wg], of_pair, tidx)
                 store_in_place(tidx, wg, sO, wg, tma_dx, dx_tile, tile < tiles)
-                _, acc_z, w_state = self.walk(pipe_w, w_state, fragments, sD, sTerms, of_pair, where, False, True)
+                _, acc_z, d_state, w_state = self.walk(
+                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, False, True
+                )
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
             store_in_place(tidx, wg, sZ, place, tma_dzn, dzn_tile, tile < tiles)
-            release_after_reads(pipe, state)
+            release_stage(ring, place)
             state.advance()
 
     @cute.jit
     def walk(
-        self, pipe_w, w_state, fragments, sD, sTerms, of_pair, where, want_x: cutlass.Constexpr, want_z: cutlass.Constexpr,
+        self, pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where,
+        want_x: cutlass.Constexpr, want_z: cutlass.Constexpr,
     ):
         """One pass over the weights: the gradients that are wanted, of x times its LayerNorm's weight and of LN(z) times its."""
-        tX, tZ, tP, tG, tPt, tGt = fragments
+        (pipe_w, d_ring), (tX, tZ, tP, tG, tPt, tGt) = pipes, fragments
         place, wg, tidx = where
+        if const_expr(self.resident):
+            w_state = consumer_state(self.w_stages)
         self._setup()  # a second pass cannot use the MMAs that the loop of the first has set
         project_x, project_z, spread_x, spread_z = self.project_x, self.project_z, self.spread_x, self.spread_z
         shape = project_z.partition_shape_C((ROWS, self.tile_c))
@@ -283,7 +319,11 @@ class TriangleMultiplicationBackBackwardSm90:
                 project_z.set(warpgroup.Field.ACCUMULATE, step > 0)
                 cute.gemm(project_z, acc_g, tZ[None, None, step, place], tG[None, None, step, stage], acc_g)
             warpgroup.commit_group()
-            d = read_tile(sD[None, None, stage * self.warpgroups + wg], project_z, tidx, shape, False)
+            d_place = wg * self.stages + d_state.index
+            wait_stage(d_ring, d_place, d_state.phase)
+            d = read_tile(sD[None, None, d_place], project_z, tidx, shape, False)
+            release_stage(d_ring, d_place)
+            d_state.advance()
             warpgroup.wait_group(0)
             self.gates(acc_h, acc_g, d, of_pair, sTerms, c, tidx, want_z)
             if const_expr(want_x):
@@ -295,9 +335,10 @@ class TriangleMultiplicationBackBackwardSm90:
                 a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
                 start_product(spread_z, acc_z, a_g, tGt[None, None, None, stage], True)
             warpgroup.wait_group(0)
-            release_after_reads(pipe_w, w_state)
+            if const_expr(not self.resident):
+                pipe_w.consumer_release(w_state)
             w_state.advance()
-        return acc_x, acc_z, w_state
+        return acc_x, acc_z, d_state, w_state
 
     @cute.jit
     def gates(self, acc_h, acc_g, d, of_pair, sTerms: cute.Tensor, block: Int32, tidx: Int32, want_gate: cutlass.Constexpr):
@@ -310,12 +351,13 @@ class TriangleMultiplicationBackBackwardSm90:
                 cute.autovec_copy(sTerms[None, block * self.tile_c + 8 * j + 2 * (tidx % 4) + c], terms)
                 for r in cutlass.range_constexpr(2):
                     n = 2 * j + c
-                    gate = (g[r, n] - of_pair[r, 0] * terms[2]) * of_pair[r, 1] + terms[3]
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    gate = (g[r, n] - of_pair[r, 0] * terms[2]) * (of_pair[r, 1] * -LOG2_E) + terms[3]
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate, fastmath=True))
                     grad = incoming[r][c] * s
                     if const_expr(want_gate):
                         value = (h[r, n] - of_pair[r, 2] * terms[0]) * of_pair[r, 3] + terms[1]
-                        g[r, n] = grad * value * (1.0 - s)
+                        both = grad * value
+                        g[r, n] = both - both * s
                     h[r, n] = grad
 
     @cute.jit

@@ -1,19 +1,20 @@
-"""Triangle multiplicative update, back, for sm_90a: both LayerNorms, output projection, gate and residual in one pass.
+"""Triangle multiplicative update, back, for sm_90a: LayerNorm of x, output projection, gate and residual in one pass.
 
     out = [residual +] sigmoid(LN(z) g_weight^T + g_bias) * (LN(x) p_weight^T + p_bias)
 
 Layouts:
     z, residual, out        (B, N, N, C)        bfloat16; residual may be absent or z, and out may be z
+    z_stats, x_stats        (B, N, N, 2)        float32: mean and reciprocal deviation of a pair; x_stats is written, or absent
     x                       (B, D, N, P)        bfloat16, channel-major, P >= N a multiple of 8
-    norm weights, biases    (C,) for z, (D,) for x      float32
-    p_weight (C, D), g_weight (C, C)            bfloat16; their biases (C,) float32 or absent
-    stats                   (B, N, N, 2)        float32: mean and reciprocal deviation of every pair of x; or absent
+    p_weight (C, D), g_weight (C, C)            bfloat16, folded with the weights of the LayerNorms (see fold_sm90.py)
+    terms                   (C, 4)              float32: row sum and bias of p_weight, of g_weight
 
 A tile is 64 pairs (i, j) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups, which use the same
-weights. x lies in shared memory as it comes, pairs contiguous, and is read by wgmma transposed.
+weights: they stay on the SM where they fit, else they come from L2 for every tile. x lies in shared memory as it comes, pairs
+contiguous, and is read by wgmma transposed. A LayerNorm is linear but for
+each pair's mean and deviation: z and x are multiplied as they are, and both enter after the products.
 
-Warp roles as in the front: warpgroup 0 issues TMA, warpgroup 1 normalises the tiles of z and x where they lie, the W others
-multiply, gate and store.
+Warp roles: warpgroup 0 issues TMA, the W others multiply, take the statistics of x while they wait, gate and store.
 """
 
 import math
@@ -28,7 +29,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.norm import keep_statistics, normalise_pair
+from tpf_jit.templates.common.norm import keep_statistics, read_statistics
+from tpf_jit.templates.common.tiles import read_tile, two_columns
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -44,19 +46,22 @@ from tpf_jit.templates.common.tma import (
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
+STATS_COLUMNS = 32  # channels of x whose statistics are taken at a time
 
 
 class TriangleMultiplicationBackSm90:
     """The back kernel of one (variant, config)."""
 
-    def __init__(self, variant: dict, config, registers: tuple[int, int, int]):
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.hidden = variant["channels"], variant["hidden"]
-        self.has_bias, self.has_residual, self.has_stats = variant["bias"], variant["residual"], variant["stats"]
+        self.has_residual, self.has_stats = variant["residual"], variant["stats"]
         self.tile_c, self.tile_k, self.warpgroups = config.tile_c, config.tile_k, config.consumer_warpgroups
         self.stages, self.w_stages = config.stages, config.weight_stages
-        self.producer_registers, self.norm_registers, self.consumer_registers = registers
-        self.threads = 128 * (self.warpgroups + 2)
+        self.producer_registers, self.consumer_registers = registers
+        self.steps = self.channels // self.tile_c * ((self.channels + self.hidden) // self.tile_k)
+        self.resident = self.w_stages >= self.steps
+        self.threads = 128 * (self.warpgroups + 1)
 
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
@@ -69,6 +74,11 @@ class TriangleMultiplicationBackSm90:
             )
             for major in (OperandMajorMode.K, OperandMajorMode.MN)
         )
+        # Only its fragment is used: x in the layout of an accumulator.
+        self.mma_stats = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, STATS_COLUMNS),
+        )
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
         self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
         self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, k), self.dtype, self.w_stages)
@@ -79,10 +89,7 @@ class TriangleMultiplicationBackSm90:
         class Storage:
             bar_in: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
-            bar_norm: cute.struct.MemRange[Int64, self.stages]
-            norm_z: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.channels], 128]
-            norm_x: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.hidden], 128]
-            bias: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.channels], 128]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
             z: smem_area(self.dtype, self.z_layout)
             x: smem_area(self.dtype, self.x_layout)
             w: smem_area(self.dtype, self.w_layout)
@@ -94,9 +101,8 @@ class TriangleMultiplicationBackSm90:
     @cute.jit
     def __call__(
         self,
-        mZ: cute.Tensor, mX: cute.Tensor, mNormZW: cute.Tensor, mNormZB: cute.Tensor, mNormXW: cute.Tensor, mNormXB: cute.Tensor,
-        mP: cute.Tensor, mPBias: cute.Tensor | None, mG: cute.Tensor, mGBias: cute.Tensor | None,
-        mResidual: cute.Tensor | None, mOut: cute.Tensor, mStats: cute.Tensor | None, eps: Float32, num_ctas: Int32,
+        mZ: cute.Tensor, mZStats: cute.Tensor, mX: cute.Tensor, mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor,
+        mResidual: cute.Tensor | None, mOut: cute.Tensor, mXStats: cute.Tensor | None, eps: Float32, num_ctas: Int32,
         stream: cuda.CUstream,
     ):
         self._setup()
@@ -115,16 +121,13 @@ class TriangleMultiplicationBackSm90:
         blocks = cute.ceil_div(crop, ROWS)
         tiles = blocks * crop * batch
         tasks = cute.ceil_div(tiles, self.warpgroups)
-        vectors = (mNormZW, mNormZB, mNormXW, mNormXB, mPBias, mGBias)
-        self.kernel(loads, stores, vectors, mResidual, mStats, eps, crop, blocks, tiles, tasks).launch(
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
-    def kernel(
-        self, loads, stores, vectors, mResidual, mStats, eps: Float32, crop: Int32, blocks: Int32, tiles: Int32, tasks: Int32,
-    ):
+    def kernel(self, loads, stores, stats, mTerms, mResidual, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -133,37 +136,24 @@ class TriangleMultiplicationBackSm90:
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         sZ, sX = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout)
         sW, sO = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.o, self.o_layout)
-        sNormZ = sm.norm_z.get_tensor(cute.make_layout((self.channels, 2)))
-        sNormX = sm.norm_x.get_tensor(cute.make_layout((self.hidden, 2)))
-        sBias = sm.bias.get_tensor(cute.make_layout((self.channels, 2)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], self.channels, self.threads, unroll=1):
-            sNormZ[i, 0], sNormZ[i, 1] = vectors[0][i], vectors[1][i]
-            if const_expr(self.has_bias):
-                sBias[i, 0], sBias[i, 1] = vectors[4][i], vectors[5][i]
-        for i in cutlass.range(cute.arch.thread_idx()[0], self.hidden, self.threads, unroll=1):
-            sNormX[i, 0], sNormX[i, 1] = vectors[2][i], vectors[3][i]
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
 
-        normed, warps = sm.bar_norm.data_ptr(), 4 * self.warpgroups
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(normed + i, 4)  # every warp of the warpgroup that normalises
+        warps = 4 * self.warpgroups
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
         pipe = tma_ring(sm.bar_in, self.stages, self.warpgroups * pair_bytes, warps)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, tile_bytes(self.w_layout, self.dtype), warps, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        sizes = (crop, blocks, tiles, tasks)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(pipe, pipe_w, loads, (sZ, sX, sW), sizes)
-        elif warp_idx < 8:
-            cute.arch.setmaxregister_decrease(self.norm_registers)
-            self.normalise(pipe, normed, (sZ, sX, sNormZ, sNormX), mStats, eps, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.project(pipe, pipe_w, normed, (sZ, sX, sW, sO, sBias), stores, mResidual, sizes)
+            self.project(pipe, pipe_w, (sZ, sX, sW, sO, sTerms), stats, stores, mResidual, eps, sizes)
 
     @cute.jit
     def decode(self, tile: Int32, crop: Int32, blocks: Int32):
@@ -191,7 +181,10 @@ class TriangleMultiplicationBackSm90:
                 cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, state.index * self.warpgroups + w], tma_bar_ptr=bar)
                 cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, state.index * self.warpgroups + w], tma_bar_ptr=bar)
             state.advance()
-            for c in cutlass.range(self.channels // self.tile_c, unroll=1):
+            again = self.channels // self.tile_c
+            if const_expr(self.resident):
+                again = cutlass.select_(task == cute.arch.block_idx()[0], Int32(again), Int32(0))
+            for c in cutlass.range(again, unroll=1):
                 for k in cutlass.range_constexpr(self.channels // self.tile_k):
                     pipe_w.producer_acquire(w_state)
                     cute.copy(tma_g, tGg[None, c, k], tGs[None, w_state.index], tma_bar_ptr=pipe_w.producer_get_barrier(w_state))
@@ -202,105 +195,42 @@ class TriangleMultiplicationBackSm90:
                     w_state.advance()
         # No CTA may exit while a consumer can still arrive on its barriers.
         pipe.producer_tail(state)
-        pipe_w.producer_tail(w_state)
-
-    # ---- device: LayerNorms -------------------------------------------------------------------------------------
-    @cute.jit
-    def normalise(self, pipe, normed, smem, mStats, eps: Float32, sizes):
-        """LN of the pairs of a stage in place, float32 inside: of z along its rows, of x across its columns."""
-        sZ, sX, sNormZ, sNormX = smem
-        crop, blocks, tiles, tasks = sizes
-        tidx = cute.arch.thread_idx()[0] - 128
-        lanes = min(8, 1 << (self.channels // 8).bit_length() - 1)
-        lane, local = tidx % lanes, tidx // lanes
-        pairs_a_pass = 128 // lanes
-        state = consumer_state(self.stages)
-        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            pipe.consumer_wait(state)
-            for w in cutlass.range_constexpr(self.warpgroups):
-                stage = state.index * self.warpgroups + w
-                for step in cutlass.range(ROWS // pairs_a_pass, unroll=1):
-                    row = sZ[step * pairs_a_pass + local, None, stage]
-                    normalise_pair(row, sNormZ, eps, lane, self.channels, lanes, self.dtype)
-                pair, mean, inverse = self.normalise_columns(sX[None, None, stage], sNormX, eps, tidx)
-                if const_expr(self.has_stats):
-                    block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                    for e in cutlass.range_constexpr(2):
-                        j = block * ROWS + pair + e
-                        if (tidx % 32 < 8) & (j < crop):
-                            keep_statistics(mStats, (batch, i, j), mean[e], inverse[e])
-            # Written by ordinary stores, read by wgmma.
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            if tidx % 32 == 0:
-                cute.arch.mbarrier_arrive(normed + state.index)
-            state.advance()
-
-    @cute.jit
-    def normalise_columns(self, x: cute.Tensor, sNorm: cute.Tensor, eps: Float32, tidx: Int32):
-        """LN of 64 pairs along D. x: (64, D), pairs contiguous. A warp has 16 pairs: a thread two of them and a quarter of the
-        channels (a warp reads 0, 2, 4, 6 or 1, 3, 5, 7 of eight at a time, whose swizzled places lie in different banks). Returns
-        the first of the two, their means and their reciprocal deviations."""
-        pair = (tidx // 32) * 16 + 2 * (tidx % 8)
-        first = 2 * ((tidx % 32) // 8)
-        sums = cute.make_rmem_tensor(2, Float32)
-        sums.fill(0.0)
-        for d in cutlass.range(0, self.hidden, 8, unroll=2):
-            for odd in cutlass.range_constexpr(2):
-                sums.store(sums.load() + self.two(x, pair, d + first + odd).load())
-        mean = cute.make_rmem_tensor(2, Float32)
-        for e in cutlass.range_constexpr(2):
-            mean[e] = self.over_channels(sums[e]) * (1.0 / self.hidden)
-        sums.fill(0.0)
-        for d in cutlass.range(0, self.hidden, 8, unroll=2):
-            for odd in cutlass.range_constexpr(2):
-                centred = self.two(x, pair, d + first + odd).load() - mean.load()
-                sums.store(sums.load() + centred * centred)
-        inverse = cute.make_rmem_tensor(2, Float32)
-        for e in cutlass.range_constexpr(2):
-            inverse[e] = cute.math.rsqrt(self.over_channels(sums[e]) * (1.0 / self.hidden) + eps, fastmath=True)
-        for d in cutlass.range(0, self.hidden, 8, unroll=2):
-            for odd in cutlass.range_constexpr(2):
-                channel = d + first + odd
-                centred = self.two(x, pair, channel).load() - mean.load()
-                rounded = cute.make_rmem_tensor(2, self.dtype)
-                rounded.store((centred * inverse.load() * sNorm[channel, 0] + sNorm[channel, 1]).to(self.dtype))
-                cute.autovec_copy(rounded, cute.local_tile(x[None, channel], (2,), (pair // 2,)))
-        return pair, mean, inverse
-
-    @cute.jit
-    def two(self, x: cute.Tensor, pair: Int32, channel: Int32) -> cute.Tensor:
-        """One channel of two neighbouring pairs, float32."""
-        raw, wide = cute.make_rmem_tensor(2, self.dtype), cute.make_rmem_tensor(2, Float32)
-        cute.autovec_copy(cute.local_tile(x[None, channel], (2,), (pair // 2,)), raw)
-        wide.store(raw.load().to(Float32))
-        return wide
-
-    @cute.jit
-    def over_channels(self, value: Float32) -> Float32:
-        """Sum over the four threads that share a pair: lanes 8 apart."""
-        value += cute.arch.shuffle_sync_bfly(value, 8)
-        return value + cute.arch.shuffle_sync_bfly(value, 16)
+        if const_expr(not self.resident):
+            pipe_w.producer_tail(w_state)
 
     # ---- device: projection and gate ----------------------------------------------------------------------------
     @cute.jit
-    def project(self, pipe, pipe_w, normed, smem, stores, mResidual, sizes):
-        sZ, sX, sW, sO, sBias = smem
+    def project(self, pipe, pipe_w, smem, stats, stores, mResidual, eps: Float32, sizes):
+        sZ, sX, sW, sO, sTerms = smem
+        mZStats, mXStats = stats
         crop, blocks, tiles, tasks = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 2)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 2)
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         mma_g, mma_x, (tma, gO) = self.mma_g, self.mma_x, stores
         tZ = mma_g.make_fragment_A(mma_g.get_slice(0).partition_A(sZ))
         tX = mma_x.make_fragment_A(mma_x.get_slice(0).partition_A(sX))
         tW = mma_g.make_fragment_B(mma_g.get_slice(0).partition_B(sW))
         shape = mma_g.partition_shape_C((ROWS, self.tile_c))
         acc_g, acc_x = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-        state, w_state = consumer_state(self.stages), consumer_state(self.w_stages)
+        state, w_state, done = consumer_state(self.stages), consumer_state(self.w_stages), consumer_state(self.w_stages)
         for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
             tile = task * self.warpgroups + wg
             block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = state.index * self.warpgroups + wg
-            cute.arch.mbarrier_wait(normed + state.index, state.phase)
+            # Of this thread's two pairs: mean and rstd of z, of x.
+            of_pair = cute.make_rmem_tensor((2, 4), Float32)
+            first = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+            for r in cutlass.range_constexpr(2):
+                two = read_statistics(mZStats, (batch, i, first + 8 * r), crop)
+                of_pair[r, 0], of_pair[r, 1] = two[0], two[1]
+            if const_expr(self.resident):
+                w_state = consumer_state(self.w_stages)
+            pipe.consumer_wait(state)
+            self.statistics(sX[None, None, place], of_pair, eps, tidx)
+            if const_expr(self.has_stats):
+                for r in cutlass.range_constexpr(2):
+                    if (tidx % 4 == 0) & (first + 8 * r < crop):
+                        keep_statistics(mXStats, (batch, i, first + 8 * r), of_pair[r, 2], of_pair[r, 3])
             for c in cutlass.range(self.channels // self.tile_c, unroll=1):
                 for mma, acc, a, width in ((mma_g, acc_g, tZ, self.channels), (mma_x, acc_x, tX, self.hidden)):
                     for k in cutlass.range_constexpr(width // self.tile_k):
@@ -311,10 +241,16 @@ class TriangleMultiplicationBackSm90:
                             part = a[None, None, k * (self.tile_k // 16) + step, place]
                             cute.gemm(mma, acc, part, tW[None, None, step, w_state.index], acc)
                         warpgroup.commit_group()
-                        warpgroup.wait_group(0)
-                        pipe_w.consumer_release(w_state)
                         w_state.advance()
-                self.gate(acc_x, acc_g, sBias, c, tidx)
+                        if const_expr((k > 0 or mma is mma_x) and not self.resident):  # one step stays in flight
+                            warpgroup.wait_group(1)
+                            pipe_w.consumer_release(done)
+                            done.advance()
+                warpgroup.wait_group(0)
+                if const_expr(not self.resident):
+                    pipe_w.consumer_release(done)
+                    done.advance()
+                self.gate(acc_x, acc_g, sTerms, of_pair, c, tidx)
                 if const_expr(self.has_residual):
                     self.add_residual(acc_x, mResidual, (batch, i, block), c, crop, tidx)
                 if tile < tiles:
@@ -328,16 +264,41 @@ class TriangleMultiplicationBackSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def gate(self, acc_x, acc_g, sBias: cute.Tensor, c: Int32, tidx: Int32):
-        """acc_x becomes sigmoid(acc_g + bias) * (acc_x + bias)."""
+    def statistics(self, x_tile: cute.Tensor, of_pair, eps: Float32, tidx: Int32):
+        """Mean and reciprocal deviation of x of this thread's two pairs, whose channels it shares with three neighbours: first
+        the mean, then the variance about it, as PyTorch takes them."""
+        mean, sums = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        mean.fill(0.0)
+        for centred in cutlass.range_constexpr(2):
+            sums.fill(0.0)
+            for n in cutlass.range(self.hidden // STATS_COLUMNS, unroll=4):
+                part = cute.local_tile(x_tile, (ROWS, STATS_COLUMNS), (0, n))
+                frag = read_tile(part, self.mma_stats, tidx, self.mma_stats.partition_shape_C((ROWS, STATS_COLUMNS)), True)
+                for r in cutlass.range_constexpr(2):
+                    for j in cutlass.range_constexpr(STATS_COLUMNS // 8):
+                        two = two_columns(frag, r, j)
+                        for e in cutlass.range_constexpr(2):
+                            apart = two[e] - mean[r]
+                            sums[r] = sums[r] + (apart * apart if const_expr(centred == 1) else apart)
+            for r in cutlass.range_constexpr(2):
+                sums[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4) * (1.0 / self.hidden)
+                if const_expr(centred == 0):
+                    mean[r] = sums[r]
+        for r in cutlass.range_constexpr(2):
+            of_pair[r, 2], of_pair[r, 3] = mean[r], cute.math.rsqrt(sums[r] + eps, fastmath=True)
+
+    @cute.jit
+    def gate(self, acc_x, acc_g, sTerms: cute.Tensor, of_pair, c: Int32, tidx: Int32):
+        """acc_x becomes value times sigmoid of gate."""
         x, g = rows_view(acc_x), rows_view(acc_g)
         for n in cutlass.range_constexpr(self.tile_c // 4):
-            channel = c * self.tile_c + 8 * (n // 2) + 2 * (tidx % 4) + n % 2
+            terms = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(sTerms[None, c * self.tile_c + 8 * (n // 2) + 2 * (tidx % 4) + n % 2], terms)
             for r in cutlass.range_constexpr(2):
-                if const_expr(self.has_bias):
-                    x[r, n], g[r, n] = x[r, n] + sBias[channel, 0], g[r, n] + sBias[channel, 1]
-                odds = cute.math.exp2(g[r, n] * -LOG2_E, fastmath=True)
-                x[r, n] = x[r, n] * cute.arch.rcp_approx(1.0 + odds)
+                value = (x[r, n] - of_pair[r, 2] * terms[0]) * of_pair[r, 3] + terms[1]
+                gate = (g[r, n] - of_pair[r, 0] * terms[2]) * (of_pair[r, 1] * -LOG2_E) + terms[3]
+                odds = cute.math.exp2(gate, fastmath=True)
+                x[r, n] = value * cute.arch.rcp_approx(1.0 + odds)
 
     @cute.jit
     def add_residual(self, acc, mResidual, where, c: Int32, crop: Int32, tidx: Int32):
@@ -356,36 +317,27 @@ class TriangleMultiplicationBackSm90:
                     values[r, 2 * n + 1] = values[r, 2 * n + 1] + raw[1].to(Float32)
 
 
-def build(variant: dict, config, registers: tuple[int, int, int], options: str):
+def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
     dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
     batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
-    def tensor(shape):
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
+    def tensor(kind, shape, step: int = 8, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
 
-    def vector(size: int):
-        return cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=4)
-
-    def weight(rows: int, columns: int):
-        return cute.runtime.make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=16)
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
 
     def pairs():
-        return tensor((batch, crop, crop, channels))
+        return tensor(dtype, (batch, crop, crop, channels))
 
     def stats():
-        if not variant["stats"]:
-            return None
-        strides = (*(cute.sym_int64(divisibility=2) for _ in range(3)), 1)
-        return cute.runtime.make_fake_tensor(Float32, (batch, crop, crop, 2), strides, assumed_align=8)
+        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
 
-    bias = (lambda: vector(channels)) if variant["bias"] else (lambda: None)
-    kernel = TriangleMultiplicationBackSm90(variant, config, registers)
     return cute.compile(
-        kernel, pairs(), tensor((batch, hidden, crop, padded)),
-        vector(channels), vector(channels), vector(hidden), vector(hidden),
-        weight(channels, hidden), bias(), weight(channels, channels), bias(), pairs() if variant["residual"] else None, pairs(),
-        stats(),
+        TriangleMultiplicationBackSm90(variant, config, registers),
+        pairs(), stats(), tensor(dtype, (batch, hidden, crop, padded)), matrix(dtype, hidden), matrix(dtype, channels),
+        matrix(Float32, 4), pairs() if variant["residual"] else None, pairs(), stats() if variant["stats"] else None,
         Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )

@@ -97,6 +97,45 @@ def norm_split(warpgroups: int) -> tuple[int, int, int]:
     return PRODUCER_REGISTERS, norm, min(240, (entry * (warpgroups + 2) - PRODUCER_REGISTERS - norm) // warpgroups // 8 * 8)
 
 
+@dataclass(frozen=True)
+class FoldConfig:
+    """The fold kernel has nothing to choose."""
+
+
+class TriangleMultiplicationFold(_MultiplicationTemplate):
+    """LayerNorms into projections: see fold_sm90.py."""
+
+    name = "triangle_multiplication_fold_sm90"
+    direction = "fold"
+    Config = FoldConfig
+
+    def variant(self, shape: Any, *, bias: bool = False) -> dict[str, Any]:
+        found = {"weight_dtype": shape.weight_dtype, "channels": shape.channels, "hidden": shape.hidden}
+        return {**found, "bias": bool(bias)}
+
+    def check(self, shape: Any, config: FoldConfig) -> str | None:
+        return None
+
+    def resources(self, shape: Any, config: FoldConfig) -> Resources:
+        return Resources(threads=256, smem_bytes=0, registers_per_consumer=64, ctas_per_sm=4)
+
+    def space(self, shape: Any) -> list[FoldConfig]:
+        return [FoldConfig()]
+
+    def default(self, shape: Any) -> FoldConfig:
+        return FoldConfig()
+
+    def build(self, variant: Mapping[str, Any], config: FoldConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import fold_sm90
+
+        return fold_sm90.build(variant, options)
+
+    def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
+        from tpf_jit.templates.triangle_multiplication.workload import FoldWorkload
+
+        return FoldWorkload(shape, device, seed, family)
+
+
 class TriangleMultiplicationFront(_MultiplicationTemplate):
     """LayerNorm, projections, gates, mask: see front_sm90.py."""
 
@@ -104,18 +143,17 @@ class TriangleMultiplicationFront(_MultiplicationTemplate):
     direction = "front"
     Config = FrontConfig
 
-    def variant(self, shape: Any, *, bias: bool = False, stats: bool = False) -> dict[str, Any]:
-        found = {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden, "mask": shape.has_mask}
-        return {**found, "bias": bool(bias), "stats": bool(stats)}
+    def variant(self, shape: Any) -> dict[str, Any]:
+        return {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden, "mask": shape.has_mask}
 
     def registers_needed(self, shape: Any, config: FrontConfig) -> int:
         """Values and gates (tile_n/2 each), and 40 for the rest."""
         return config.tile_n + 40
 
     def shared_bytes(self, shape: Any, config: FrontConfig) -> int:
-        z = config.z_stages * config.consumer_warpgroups * config.tile_n * (2 * shape.channels + 4)
+        z = config.z_stages * config.consumer_warpgroups * config.tile_n * (2 * shape.channels + 16)
         weights = 4 * 64 * config.tile_k * config.weight_stages
-        return 3072 + z + weights + 128 * config.tile_n * config.consumer_warpgroups + 8 * shape.channels
+        return 3072 + z + weights + 128 * config.tile_n * config.consumer_warpgroups + 32 * shape.hidden
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
@@ -181,6 +219,8 @@ class BackConfig:
     """Sets of tiles of z and x in shared memory."""
     weight_stages: int = 3
     """Stages of weights in flight."""
+    ctas_per_sm: int = 1
+    """CTAs that share an SM."""
 
 
 class TriangleMultiplicationBack(_MultiplicationTemplate):
@@ -190,23 +230,26 @@ class TriangleMultiplicationBack(_MultiplicationTemplate):
     direction = "back"
     Config = BackConfig
 
-    def variant(self, shape: Any, *, bias: bool = False, residual: bool = False, stats: bool = False) -> dict[str, Any]:
+    def variant(self, shape: Any, *, residual: bool = False, stats: bool = False) -> dict[str, Any]:
         found = {"dtype": shape.dtype, "channels": shape.channels, "hidden": shape.hidden}
-        return {**found, "bias": bool(bias), "residual": bool(residual), "stats": bool(stats)}
+        return {**found, "residual": bool(residual), "stats": bool(stats)}
+
+    def registers(self, config: Any) -> tuple[int, int]:
+        return register_split(config)
 
     def registers_needed(self, shape: Any, config: BackConfig) -> int:
-        """Values and gates (tile_c/2 each), and 40 for the rest."""
-        return config.tile_c + 40
+        """Values and gates (tile_c/2 each), and 48 for the rest."""
+        return config.tile_c + 48
 
     def shared_bytes(self, shape: Any, config: BackConfig) -> int:
         pairs = config.stages * config.consumer_warpgroups * 128 * (shape.channels + shape.hidden)
         weights = 2 * config.tile_c * config.tile_k * config.weight_stages
-        return 4096 + pairs + weights + 128 * config.tile_c * config.consumer_warpgroups + 16 * shape.channels + 8 * shape.hidden
+        return 4096 + pairs + weights + 128 * config.tile_c * config.consumer_warpgroups + 16 * shape.channels
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_c": range(16, 129, 16), "tile_k": range(16, 129, 16), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2),
-            "weight_stages": range(2, 9),
+            "weight_stages": range(2, 9), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: BackConfig) -> str | None:

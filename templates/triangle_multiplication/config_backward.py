@@ -39,7 +39,9 @@ class WeightsConfig:
     """Launch choices of the weight gradients' kernels."""
 
     tile_n: int = 64
-    """Pairs of one step."""
+    """Pairs of one tile."""
+    tiles: int = 1
+    """Tiles of one step; of two, the products of one overlap the gates of the other."""
     consumer_warpgroups: int = 2
     """Warpgroups that multiply; each owns 64 rows of the weights."""
     stages: int = 3
@@ -76,37 +78,40 @@ class _Weights(_Backward):
         A pure function of its arguments: the order in which gradients are summed depends on it.
         """
         units = self.parts(shape) * -(-self.rows(shape) // (64 * config.consumer_warpgroups))
-        tiles = shape.batch * shape.crop * -(-shape.crop // config.tile_n)
+        tiles = shape.batch * shape.crop * -(-shape.crop // (config.tiles * config.tile_n))
         return max(1, min(tiles, num_ctas // units, MOST_SPLITS))
 
     def choices(self) -> Mapping[str, Container[int]]:
-        return {"tile_n": (32, 48, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9), "ctas_per_sm": (1,)}
+        return {
+            "tile_n": (16, 32, 48, 64), "tiles": (1, 2), "consumer_warpgroups": (1, 2), "stages": range(2, 9),
+            "ctas_per_sm": (1,),
+        }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: WeightsConfig) -> int:
-        """Sums of both weights, value and gate, and 40 for the rest."""
-        return (self.values(shape) + shape.channels) // self.parts(shape) // 2 + config.tile_n + 40
+        """Sums of both weights, value and gate of a step's tiles, and 40 for the rest."""
+        return (self.values(shape) + shape.channels) // self.parts(shape) // 2 + config.tiles * config.tile_n + 40
 
     def shared_bytes(self, shape: Any, config: WeightsConfig) -> int:
         values = self.values(shape)
         weights = 128 * config.consumer_warpgroups * (values + shape.channels)
-        stage = 2 * config.tile_n * (shape.channels + (values if self.direction == "back_weights" else 0)) + 16 * config.tile_n
-        return 5 * 1024 + weights + config.stages * (stage + 128 * config.tile_n * config.consumer_warpgroups)
+        tile = 2 * config.tile_n * (shape.channels + (values if self.direction == "back_weights" else 0)) + 16 * config.tile_n
+        return 5 * 1024 + weights + config.tiles * config.stages * (tile + 128 * config.tile_n * config.consumer_warpgroups)
 
     def space(self, shape: Any) -> list[WeightsConfig]:
         found = []
         for warpgroups in (1, 2):
             if warpgroups > 1 and self.rows(shape) <= 64:
                 continue
-            for tile_n in (32, 48, 64):
-                if tile_n > 32 and shape.crop <= 32:
+            for tile_n, tiles in ((32, 1), (48, 1), (64, 1), (16, 2), (32, 2)):
+                if tile_n * tiles > 32 and (tile_n - 16) * tiles >= shape.crop:
                     continue
-                fitting = (WeightsConfig(tile_n, warpgroups, stages) for stages in (6, 4, 3, 2))
+                fitting = (WeightsConfig(tile_n, tiles, warpgroups, stages) for stages in (6, 4, 3, 2))
                 found += [config for config in fitting if self.check(shape, config) is None][:2]
         return found
 
     def default(self, shape: Any) -> WeightsConfig:
-        """Two warpgroups, 64 pairs a step, the deepest stages; always legal."""
-        return max(self.space(shape), key=lambda c: (c.consumer_warpgroups, c.tile_n, c.stages))
+        """Two warpgroups, one tile of 64 pairs a step, the deepest stages; always legal."""
+        return max(self.space(shape), key=lambda c: (c.consumer_warpgroups, c.tile_n, -c.tiles, c.stages))
 
     def build(self, variant: Mapping[str, Any], config: WeightsConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import weights_sm90
@@ -147,11 +152,13 @@ class FrontBackwardConfig:
     tile_h: int = 64
     """Rows of the weights of one step."""
     consumer_warpgroups: int = 2
-    """Warpgroups that multiply; each has a tile of 64 pairs of its own."""
+    """Warpgroups that multiply; each has tiles of 64 pairs of its own."""
     stages: int = 3
-    """Steps (weights, gradients of the factors) in flight."""
+    """Tiles of the gradients of the factors in flight, for each warpgroup."""
+    weight_stages: int = 3
+    """Steps of weights in flight; where that is all there are, they stay."""
     pair_stages: int = 1
-    """Sets of tiles of z in shared memory."""
+    """Tiles of z in shared memory, for each warpgroup."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
 
@@ -168,7 +175,8 @@ class TriangleMultiplicationFrontBackward(_Backward):
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
-            "tile_h": (32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9), "pair_stages": (1, 2), "ctas_per_sm": (1,),
+            "tile_h": (32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9),
+            "weight_stages": range(1, 33), "pair_stages": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: FrontBackwardConfig) -> int:
@@ -177,21 +185,33 @@ class TriangleMultiplicationFrontBackward(_Backward):
 
     def shared_bytes(self, shape: Any, config: FrontBackwardConfig) -> int:
         pairs = config.pair_stages * config.consumer_warpgroups * 256 * shape.channels
-        step = config.tile_h * (4 * shape.channels + 128 * config.consumer_warpgroups)
-        return 3072 + 32 * shape.hidden + pairs + config.stages * step
+        weights = config.weight_stages * config.tile_h * 4 * shape.channels
+        return 3072 + 32 * shape.hidden + pairs + weights + config.stages * config.tile_h * 128 * config.consumer_warpgroups
 
     def space(self, shape: Any) -> list[FrontBackwardConfig]:
         found = []
         for warpgroups in (1, 2):
             for tile_h in (32, 64):
+                steps = 2 * shape.hidden // tile_h
                 for pair_stages in (1, 2):
-                    fitting = (FrontBackwardConfig(tile_h, warpgroups, stages, pair_stages) for stages in (6, 4, 3, 2))
-                    found += [config for config in fitting if self.check(shape, config) is None][:1]
+                    # All weights on the SM; else as many as fit.
+                    for weights in (steps, 4, 3, 2):
+                        fitting = (FrontBackwardConfig(tile_h, warpgroups, n, weights, pair_stages) for n in (4, 3, 2))
+                        legal = [config for config in fitting if self.check(shape, config) is None]
+                        if legal and legal[0] not in found:
+                            found.append(legal[0])
+                            if weights != steps:
+                                break
         return found
 
     def default(self, shape: Any) -> FrontBackwardConfig:
-        """Two warpgroups and two sets of tiles where they fit, the largest steps; always legal."""
-        return max(self.space(shape), key=lambda c: (c.consumer_warpgroups, c.pair_stages, c.tile_h, c.stages))
+        """Two warpgroups, all weights on the SM where they fit, else two sets of tiles, the largest steps; always legal."""
+
+        def rank(c: FrontBackwardConfig) -> tuple:
+            resident = c.weight_stages * c.tile_h >= 2 * shape.hidden
+            return c.consumer_warpgroups, resident, c.pair_stages, c.tile_h, c.weight_stages, c.stages
+
+        return max(self.space(shape), key=rank)
 
     def build(self, variant: Mapping[str, Any], config: FrontBackwardConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import front_backward_sm90
@@ -211,11 +231,13 @@ class BackBackwardConfig:
     tile_c: int = 32
     """Rows of the weights of one step."""
     consumer_warpgroups: int = 2
-    """Warpgroups that multiply; each has a tile of 64 pairs of its own."""
+    """Warpgroups that multiply; each has tiles of 64 pairs of its own."""
     stages: int = 3
-    """Steps (weights, gradients of the output) in flight."""
+    """Tiles of the gradients of the output in flight, for each warpgroup."""
+    weight_stages: int = 3
+    """Steps of weights in flight; where that is all there are, they stay."""
     pair_stages: int = 1
-    """Sets of tiles of z and x in shared memory."""
+    """Tiles of z and x in shared memory, for each warpgroup."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
 
@@ -237,8 +259,8 @@ class TriangleMultiplicationBackBackward(_Backward):
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
-            "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9), "pair_stages": (1, 2),
-            "ctas_per_sm": (1,),
+            "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9), "weight_stages": range(1, 33),
+            "pair_stages": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: BackBackwardConfig) -> int:
@@ -251,8 +273,9 @@ class TriangleMultiplicationBackBackward(_Backward):
         width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
         pairs = config.pair_stages * warpgroups * 128 * width
         waiting = warpgroups * 128 * shape.hidden if self.passes(shape.channels, shape.hidden) > 1 else 0
-        step = config.tile_c * (2 * width + 128 * warpgroups)
-        return 4096 + 16 * shape.channels + pairs + waiting + config.stages * step
+        weights = config.weight_stages * config.tile_c * 2 * width
+        steps = config.stages * config.tile_c * 128 * warpgroups
+        return 4096 + 16 * shape.channels + pairs + waiting + weights + steps
 
     def space(self, shape: Any) -> list[BackBackwardConfig]:
         found = []
@@ -260,9 +283,16 @@ class TriangleMultiplicationBackBackward(_Backward):
             for tile_c in (16, 32, 64):
                 if shape.channels % tile_c:
                     continue
+                steps = shape.channels // tile_c
                 for pair_stages in (1, 2):
-                    fitting = (BackBackwardConfig(tile_c, warpgroups, stages, pair_stages) for stages in (6, 4, 3, 2))
-                    found += [config for config in fitting if self.check(shape, config) is None][:1]
+                    # All weights on the SM; else as many as fit.
+                    for weights in (steps, 4, 3, 2):
+                        fitting = (BackBackwardConfig(tile_c, warpgroups, n, weights, pair_stages) for n in (4, 3, 2))
+                        legal = [config for config in fitting if self.check(shape, config) is None]
+                        if legal and legal[0] not in found:
+                            found.append(legal[0])
+                            if weights != steps:
+                                break
         return found
 
     def indivisible(self, shape: Any, config: BackBackwardConfig) -> str | None:
@@ -271,8 +301,13 @@ class TriangleMultiplicationBackBackward(_Backward):
         return None
 
     def default(self, shape: Any) -> BackBackwardConfig:
-        """Two warpgroups and two sets of tiles where they fit, the largest steps; always legal."""
-        return max(self.space(shape), key=lambda c: (c.consumer_warpgroups, c.pair_stages, c.tile_c, c.stages))
+        """Two warpgroups, all weights on the SM where they fit, else two sets of tiles, the largest steps; always legal."""
+
+        def rank(c: BackBackwardConfig) -> tuple:
+            resident = c.weight_stages * c.tile_c >= shape.channels
+            return c.consumer_warpgroups, resident, c.pair_stages, min(c.tile_c, 32), c.weight_stages, c.stages
+
+        return max(self.space(shape), key=rank)
 
     def build(self, variant: Mapping[str, Any], config: BackBackwardConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import back_backward_sm90

@@ -11,9 +11,12 @@ Layouts:
     p_weight, g_weight      (2 D, C)                bfloat16, folded with the LayerNorm's weight
     terms                   (2 D, 4)                float32: row sum and bias of p_weight, of g_weight
 
-A tile is 64 pairs (i, k) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups. z is multiplied as it
-lies and normalised in the results (see weights_sm90.py); both products of a step of tile_h rows of the weights read the same
-weights in shared memory, once along C and once across. The result goes out where dzn came in.
+A tile is 64 pairs (i, k) of one i. z is multiplied as it lies and normalised in the results (see weights_sm90.py); both products
+of a step of tile_h rows of the weights read the same weights in shared memory, once along C and once across. Weights stay on the
+SM where they fit, else they come from L2 for every tile. The result goes out where dzn came in.
+
+Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights. Each
+consumer warpgroup has tiles of its own, and where the weights stay none waits for another.
 """
 
 import math
@@ -29,6 +32,7 @@ from cutlass.tensor_utils import LayoutEnum
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
@@ -36,7 +40,6 @@ from tpf_jit.templates.common.tma import (
     one_stage,
     partition,
     producer_state,
-    release_after_reads,
     smem_area,
     smem_tensor,
     tile_bytes,
@@ -54,7 +57,8 @@ class TriangleMultiplicationFrontBackwardSm90:
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.rows, self.has_mask = variant["channels"], 2 * variant["hidden"], variant["mask"]
         self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
-        self.stages, self.pair_stages = config.stages, config.pair_stages
+        self.stages, self.pair_stages, self.w_stages = config.stages, config.pair_stages, config.weight_stages
+        self.resident = self.w_stages >= self.rows // self.tile_h
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -74,15 +78,16 @@ class TriangleMultiplicationFrontBackwardSm90:
         self.spread = mma(OperandMajorMode.MN, c, warpgroup.OperandSource.RMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
         self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.stages)
-        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, h), self.dtype, self.stages)
+        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.w_stages)
+        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, h), self.dtype, self.w_stages)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.stages * self.warpgroups)
 
     def _storage(self):
         @cute.struct
         class Storage:
-            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages]
-            bar_w: cute.struct.MemRange[Int64, 2 * self.stages]
+            bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages * self.warpgroups]
+            bar_d: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
+            bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
             terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.rows], 128]
             z: smem_area(self.dtype, self.z_layout)
             t: smem_area(self.dtype, self.t_layout)
@@ -116,9 +121,9 @@ class TriangleMultiplicationFrontBackwardSm90:
         batch, crop = mZ.shape[0], mZ.shape[1]
         blocks = cute.ceil_div(crop, ROWS)
         tiles = blocks * crop * batch
-        tasks = cute.ceil_div(tiles, self.warpgroups)
-        self.kernel(loads, stores, (mStats, mMask), mTerms, (crop, blocks, tiles, tasks)).launch(
-            grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mStats, mMask), mTerms, (crop, blocks, tiles)).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -135,22 +140,35 @@ class TriangleMultiplicationFrontBackwardSm90:
         sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
         for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.rows, self.threads, unroll=1):
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4]
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
 
-        warps = 4 * self.warpgroups
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
-        step_bytes = 2 * tile_bytes(self.w_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
-        pipe = tma_ring(sm.bar_in, self.pair_stages, self.warpgroups * pair_bytes, warps)
-        pipe_w = tma_ring(sm.bar_w, self.stages, step_bytes, warps, last=True)
+        bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
+        in_stages, d_stages = self.pair_stages * self.warpgroups, self.stages * self.warpgroups
+        ring, d_ring = ring_of(sm.bar_in.data_ptr(), in_stages), ring_of(sm.bar_d.data_ptr(), d_stages)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                initialise_ring(ring, in_stages)
+                initialise_ring(d_ring, d_stages)
+        pipe_w = tma_ring(sm.bar_w, self.w_stages, 2 * tile_bytes(self.w_layout, self.dtype), 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp_idx == 0:
-                self.load(pipe, pipe_w, loads, (sZ, sT, sP, sG, sD), sizes)
+            if warp_idx < self.warpgroups:
+                self.load(ring, d_ring, loads, (sZ, sT, sD), sizes, warp_idx, bytes_each)
+            elif warp_idx == self.warpgroups:
+                self.load_weights(pipe_w, loads, (sP, sG), sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.differentiate(pipe, pipe_w, (sZ, sT, sP, sG, sPt, sGt, sD, sTerms), per_pair, stores, sizes)
+            self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sP, sG, sPt, sGt, sD, sTerms), per_pair, stores, sizes)
+
+    @cute.jit
+    def rounds(self, tiles: Int32):
+        """Tiles of each warpgroup of this CTA; the last of some are tiles beyond the last, not stored."""
+        each = cute.arch.grid_dim()[0] * self.warpgroups
+        return (tiles - cute.arch.block_idx()[0] * self.warpgroups + each - 1) // each
 
     @cute.jit
     def decode(self, tile: Int32, crop: Int32, blocks: Int32):
@@ -158,49 +176,61 @@ class TriangleMultiplicationFrontBackwardSm90:
         rest, block = tile // blocks, tile % blocks
         return block, rest % crop, rest // crop
 
-    # ---- device: producer ---------------------------------------------------------------------------------------
+    # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
-    def load(self, pipe, pipe_w, loads, smem, sizes):
-        (tma_z, gZ), (tma_t, gT), (tma_p, gP), (tma_g, gG), (tma_d, gD) = loads
-        sZ, sT, sP, sG, sD = smem
-        crop, blocks, tiles, tasks = sizes
-        pairs, weights = (ROWS, self.channels), (self.tile_h, self.channels)
+    def load(self, ring, d_ring, loads, smem, sizes, wg: Int32, bytes_each: cutlass.Constexpr):
+        """The tiles of one warpgroup."""
+        (tma_z, gZ), (tma_t, gT), (tma_d, gD) = loads[0], loads[1], loads[4]
+        sZ, sT, sD = smem
+        crop, blocks, tiles = sizes
+        pairs = (ROWS, self.channels)
         tZs, tZg = partition(tma_z, sZ, gZ, pairs, (None, 0, None, None))
         tTs, tTg = partition(tma_t, sT, gT, pairs, (None, 0, None, None))
-        tPs, tPg = partition(tma_p, sP, gP, weights, (None, 0))
-        tGs, tGg = partition(tma_g, sG, gG, weights, (None, 0))
         tDs, tDg = partition(tma_d, sD, gD, (self.tile_h, ROWS), (None, None, None, None))
-        state, w_state = producer_state(self.pair_stages), producer_state(self.stages)
-        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            pipe.producer_acquire(state)
-            bar = pipe.producer_get_barrier(state)
-            for w in cutlass.range_constexpr(self.warpgroups):
-                # A tile beyond the last is the last again, and not stored.
-                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                place = state.index * self.warpgroups + w
-                cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-                cute.copy(tma_t, tTg[None, block, i, batch], tTs[None, place], tma_bar_ptr=bar)
+        state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
+        for n in cutlass.range(self.rounds(tiles), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            # A tile beyond the last is the last again, and not stored.
+            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            place = wg * self.pair_stages + state.index
+            bar = acquire_stage(ring, place, state.phase, bytes_each[0])
+            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+            cute.copy(tma_t, tTg[None, block, i, batch], tTs[None, place], tma_bar_ptr=bar)
             state.advance()
+            for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
+                place = wg * self.stages + d_state.index
+                bar = acquire_stage(d_ring, place, d_state.phase, bytes_each[1])
+                cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                d_state.advance()
+        drain_ring(ring, wg, state, self.pair_stages)
+        drain_ring(d_ring, wg, d_state, self.stages)
+
+    @cute.jit
+    def load_weights(self, pipe_w, loads, smem, sizes):
+        """Once where they stay, else for every tile."""
+        (tma_p, gP), (tma_g, gG) = loads[2:4]
+        sP, sG = smem
+        crop, blocks, tiles = sizes
+        tPs, tPg = partition(tma_p, sP, gP, (self.tile_h, self.channels), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (self.tile_h, self.channels), (None, 0))
+        w_state = producer_state(self.w_stages)
+        for _ in cutlass.range(1 if self.resident else self.rounds(tiles), unroll=1):
             for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
                 pipe_w.producer_acquire(w_state)
                 bar = pipe_w.producer_get_barrier(w_state)
                 cute.copy(tma_p, tPg[None, rows], tPs[None, w_state.index], tma_bar_ptr=bar)
                 cute.copy(tma_g, tGg[None, rows], tGs[None, w_state.index], tma_bar_ptr=bar)
-                for w in cutlass.range_constexpr(self.warpgroups):
-                    block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                    place = w_state.index * self.warpgroups + w
-                    cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
                 w_state.advance()
-        # No CTA may exit while a consumer can still arrive on its barriers.
-        pipe.producer_tail(state)
-        pipe_w.producer_tail(w_state)
+        if const_expr(not self.resident):
+            pipe_w.producer_tail(w_state)
 
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
-    def differentiate(self, pipe, pipe_w, smem, per_pair, stores, sizes):
+    def differentiate(self, pipes, smem, per_pair, stores, sizes):
+        ring, d_ring, pipe_w = pipes
         sZ, sT, sP, sG, sPt, sGt, sD, sTerms = smem
         mStats, mMask = per_pair
-        crop, blocks, tiles, tasks = sizes
+        crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         project, spread, (tma, gDz) = self.project, self.spread, stores
@@ -212,11 +242,11 @@ class TriangleMultiplicationFrontBackwardSm90:
         acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         acc_t = cute.make_rmem_tensor(row, Float32)
         operand = spread.partition_shape_A((ROWS, self.tile_h))
-        state, w_state = consumer_state(self.pair_stages), consumer_state(self.stages)
-        for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            tile = task * self.warpgroups + wg
+        state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
+        for n in cutlass.range(self.rounds(tiles), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
-            place = state.index * self.warpgroups + wg
+            place = wg * self.pair_stages + state.index
             # Of this thread's two pairs: mean, rstd, factor.
             of_pair = cute.make_rmem_tensor((2, 3), Float32)
             for r in cutlass.range_constexpr(2):
@@ -228,7 +258,9 @@ class TriangleMultiplicationFrontBackwardSm90:
                     if const_expr(self.has_mask):
                         of_pair[r, 2] = mMask[batch, i, k]
             acc_t.fill(0.0)
-            pipe.consumer_wait(state)
+            if const_expr(self.resident):
+                w_state = consumer_state(self.w_stages)
+            wait_stage(ring, place, state.phase)
             for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
                 pipe_w.consumer_wait(w_state)
                 stage = w_state.index
@@ -239,7 +271,11 @@ class TriangleMultiplicationFrontBackwardSm90:
                     cute.gemm(project, acc_p, z, tP[None, None, step, stage], acc_p)
                     cute.gemm(project, acc_g, z, tG[None, None, step, stage], acc_g)
                 warpgroup.commit_group()
-                d = read_tile(transposed_view(sD[None, None, stage * self.warpgroups + wg]), project, tidx, shape, True)
+                d_place = wg * self.stages + d_state.index
+                wait_stage(d_ring, d_place, d_state.phase)
+                d = read_tile(transposed_view(sD[None, None, d_place]), project, tidx, shape, True)
+                release_stage(d_ring, d_place)
+                d_state.advance()
                 warpgroup.wait_group(0)
                 self.gates(acc_p, acc_g, d, of_pair, sTerms, rows, tidx)
                 a_p, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
@@ -248,12 +284,13 @@ class TriangleMultiplicationFrontBackwardSm90:
                 start_product(spread, acc_t, a_p, tPt[None, None, None, stage], True)
                 start_product(spread, acc_t, a_g, tGt[None, None, None, stage], True)
                 warpgroup.wait_group(0)
-                release_after_reads(pipe_w, w_state)
+                if const_expr(not self.resident):
+                    pipe_w.consumer_release(w_state)
                 w_state.advance()
             self.finish(acc_t, sZ[None, None, place], sT[None, None, place], of_pair, tidx)
             target = cute.local_tile(gDz, (ROWS, self.channels), (block, 0, i, batch))
             store_in_place(tidx, wg, sT, place, tma, target, tile < tiles)
-            release_after_reads(pipe, state)
+            release_stage(ring, place)
             state.advance()
 
     @cute.jit
@@ -268,12 +305,15 @@ class TriangleMultiplicationFrontBackwardSm90:
                 for r in cutlass.range_constexpr(2):
                     n, mean, rstd = 2 * j + c, of_pair[r, 0], of_pair[r, 1]
                     value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
-                    gate = (g[r, n] - mean * terms[2]) * rstd + terms[3]
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    odds = cute.math.exp2((g[r, n] - mean * terms[2]) * (rstd * -LOG2_E) + terms[3], fastmath=True)
+                    s = cute.arch.rcp_approx(1.0 + odds)
+                    grad = incoming[r][c]
+                    if const_expr(self.has_mask):
+                        grad = grad * of_pair[r, 2]
                     # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
-                    grad = Float32(0.0) if of_pair[r, 2] == 0.0 else incoming[r][c] * of_pair[r, 2]
-                    p[r, n] = grad * s
-                    g[r, n] = p[r, n] * value * (1.0 - s)
+                    p[r, n] = Float32(0.0) if of_pair[r, 2] == 0.0 else grad * s
+                    both = p[r, n] * value
+                    g[r, n] = both - both * s
 
     @cute.jit
     def finish(self, acc_t, z_tile: cute.Tensor, t_tile: cute.Tensor, of_pair, tidx: Int32):

@@ -3,20 +3,20 @@
     zn = LN(z);  factors[s, d, i, k] = mask_ik * sigmoid(zn_ik g_weight^T + g_bias) * (zn_ik p_weight^T + p_bias)
 
 Layouts:
-    z                       (B, N, N, C)        16-bit
+    z                       (B, N, N, C)        bfloat16
     mask                    (B, N, N)           float32, contiguous, or absent
-    norm weight, bias       (C,)                float32
-    p_weight, g_weight      (2 D, C)            16-bit, rows of a before those of b; their biases (2 D,) float32 or absent
-    factors                 (B, 2, D, N, P)     16-bit, P = N rounded up to 8; columns from N on become zero
-    stats                   (B, N, N, 2)        float32: mean and reciprocal deviation of every pair of z; or absent
+    p_weight, g_weight      (2 D, C)            bfloat16, rows of a before those of b, folded with the LayerNorm's weight
+    terms                   (2 D, 4)            float32: row sum and bias of p_weight, of g_weight (see fold_sm90.py)
+    factors                 (B, 2, D, N, P)     bfloat16, P = N rounded up to 8; columns from N on become zero
+    stats                   (B, N, N, 2)        float32, written: mean and reciprocal deviation of every pair of z
 
 A tile is tile_n pairs (i, k) of one i. A CTA takes W tiles at once, one for each of its W consumer warpgroups, which all use
-the same weights. Both products are computed transposed, channels as the rows of the MMA and pairs as its columns, so that what
-is stored is contiguous along k.
+the same weights: they stay on the SM where they fit, else they come from L2 for every tile. Both products are computed
+transposed, channels as the rows of the MMA and pairs as its columns, so that what is stored is contiguous along k. The LayerNorm
+is linear but for each pair's mean and deviation: z is multiplied as it is, and both enter after the products.
 
-Warp roles: warpgroup 0 is the producer (one warp issues TMA: tiles of z, and for every tile all weights, from L2, through a
-ring); warpgroup 1 normalises the tiles of z where they lie; the W others multiply, gate and store. The three work on different
-tiles at a time, and one warpgroup's gates overlap another's products.
+Warp roles: warpgroup 0 is the producer (one warp issues TMA); warpgroup 1 takes the statistics of the tiles of z; the W others
+multiply, gate and store. The three work on different tiles at a time, and one warpgroup's gates overlap another's products.
 
 Source: LayerNorm, projections and gates as in AlphaFold 2 (Jumper et al. 2021, supplement, algorithms 11 and 12).
 """
@@ -33,7 +33,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.norm import VECTOR, keep_statistics, normalise_pair
+from tpf_jit.templates.common.norm import VECTOR, keep_statistics, pair_statistics
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -57,10 +57,11 @@ class TriangleMultiplicationFrontSm90:
     def __init__(self, variant: dict, config, registers: tuple[int, int, int]):
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.hidden = variant["channels"], variant["hidden"]
-        self.has_mask, self.has_bias, self.has_stats = variant["mask"], variant["bias"], variant["stats"]
+        self.has_mask = variant["mask"]
         self.tile_n, self.warpgroups, self.tile_k = config.tile_n, config.consumer_warpgroups, config.tile_k
         self.z_stages, self.w_stages = config.z_stages, config.weight_stages
         self.producer_registers, self.norm_registers, self.consumer_registers = registers
+        self.resident = self.w_stages >= 2 * self.hidden // ROWS * (self.channels // self.tile_k)
         self.threads = 128 * (self.warpgroups + 2)
         self.lanes = min(8, 1 << (self.channels // VECTOR).bit_length() - 1)  # threads that normalise one pair
 
@@ -82,8 +83,8 @@ class TriangleMultiplicationFrontSm90:
             bar_z: cute.struct.MemRange[Int64, 2 * self.z_stages]
             bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
             bar_norm: cute.struct.MemRange[Int64, self.z_stages]
-            keep: cute.struct.Align[cute.struct.MemRange[Float32, self.z_stages * self.warpgroups * self.tile_n], 128]
-            norm: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.channels], 128]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.z_stages * self.warpgroups * self.tile_n], 128]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 8 * self.hidden], 128]
             z: smem_area(self.dtype, self.z_layout)
             p: smem_area(self.dtype, self.w_layout)
             g: smem_area(self.dtype, self.w_layout)
@@ -95,9 +96,8 @@ class TriangleMultiplicationFrontSm90:
     @cute.jit
     def __call__(
         self,
-        mZ: cute.Tensor, mMask: cute.Tensor | None, mNormW: cute.Tensor, mNormB: cute.Tensor,
-        mP: cute.Tensor, mPBias: cute.Tensor | None, mG: cute.Tensor, mGBias: cute.Tensor | None, mFactors: cute.Tensor,
-        mStats: cute.Tensor | None, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
+        mZ: cute.Tensor, mMask: cute.Tensor | None, mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor,
+        mFactors: cute.Tensor, mStats: cute.Tensor, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
@@ -118,14 +118,13 @@ class TriangleMultiplicationFrontSm90:
         blocks = cute.ceil_div(crop, self.tile_n)
         tiles = blocks * crop * batch
         tasks = cute.ceil_div(tiles, self.warpgroups)
-        vectors = (mMask, mNormW, mNormB, mPBias, mGBias, mStats)
-        self.kernel(loads, stores, vectors, eps, crop, blocks, tiles, tasks).launch(
+        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
-    def kernel(self, loads, stores, vectors, eps: Float32, crop: Int32, blocks: Int32, tiles: Int32, tasks: Int32):
+    def kernel(self, loads, stores, per_pair, mTerms, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -134,31 +133,31 @@ class TriangleMultiplicationFrontSm90:
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
-        sKeep = sm.keep.get_tensor(cute.make_layout((self.tile_n, self.z_stages * self.warpgroups)))
-        sNorm = sm.norm.get_tensor(cute.make_layout((self.channels, 2)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], self.channels, self.threads, unroll=1):
-            sNorm[i, 0], sNorm[i, 1] = vectors[1][i], vectors[2][i]
+        sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tile_n, self.z_stages * self.warpgroups)))
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, 2 * self.hidden)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 8 * self.hidden, self.threads, unroll=1):
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
 
         normed, warps = sm.bar_norm.data_ptr(), 4 * self.warpgroups
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.z_stages):
-                    cute.arch.mbarrier_init(normed + i, 4)  # every warp of the warpgroup that normalises
+                    cute.arch.mbarrier_init(normed + i, 4)  # every warp of the warpgroup that takes statistics
         pipe_z = tma_ring(sm.bar_z, self.z_stages, self.warpgroups * tile_bytes(self.z_layout, self.dtype), warps)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, 2 * tile_bytes(self.w_layout, self.dtype), warps, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        sizes = (crop, blocks, tiles, tasks)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(pipe_z, pipe_w, loads, (sZ, sP, sG), sizes)
         elif warp_idx < 8:
             cute.arch.setmaxregister_decrease(self.norm_registers)
-            self.normalise(pipe_z, normed, sZ, sKeep, sNorm, (vectors[0], vectors[5]), eps, sizes)
+            self.statistics(pipe_z, normed, sZ, sPairs, per_pair, eps, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.project(pipe_z, pipe_w, normed, (sZ, sP, sG, sKeep, sO), stores, vectors, sizes)
+            self.project(pipe_z, pipe_w, normed, (sZ, sP, sG, sPairs, sO, sTerms), stores, sizes)
 
     @cute.jit
     def decode(self, tile: Int32, crop: Int32, blocks: Int32):
@@ -183,7 +182,10 @@ class TriangleMultiplicationFrontSm90:
                 block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
                 cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, z_state.index * self.warpgroups + w], tma_bar_ptr=bar)
             z_state.advance()
-            for rows in cutlass.range(2 * self.hidden // ROWS, unroll=1):
+            again = 2 * self.hidden // ROWS
+            if const_expr(self.resident):
+                again = cutlass.select_(task == cute.arch.block_idx()[0], Int32(again), Int32(0))
+            for rows in cutlass.range(again, unroll=1):
                 for k in cutlass.range_constexpr(self.channels // self.tile_k):
                     pipe_w.producer_acquire(w_state)
                     bar = pipe_w.producer_get_barrier(w_state)
@@ -192,12 +194,13 @@ class TriangleMultiplicationFrontSm90:
                     w_state.advance()
         # No CTA may exit while a consumer can still arrive on its barriers.
         pipe_z.producer_tail(z_state)
-        pipe_w.producer_tail(w_state)
+        if const_expr(not self.resident):
+            pipe_w.producer_tail(w_state)
 
     # ---- device: LayerNorm --------------------------------------------------------------------------------------
     @cute.jit
-    def normalise(self, pipe_z, normed, sZ, sKeep, sNorm, per_pair, eps: Float32, sizes):
-        """LN of every pair of a stage in place, float32 inside; and the factor each pair's results are multiplied by."""
+    def statistics(self, pipe_z, normed, sZ, sPairs, per_pair, eps: Float32, sizes):
+        """Of every pair of a stage: mean, reciprocal deviation, and the factor its results are multiplied by."""
         mMask, mStats = per_pair
         crop, blocks, tiles, tasks = sizes
         tidx = cute.arch.thread_idx()[0] - 128
@@ -209,22 +212,19 @@ class TriangleMultiplicationFrontSm90:
             for w in cutlass.range_constexpr(self.warpgroups):
                 stage = state.index * self.warpgroups + w
                 block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
-                for n in cutlass.range(tidx, self.tile_n, 128, unroll=1):
-                    k, keep = block * self.tile_n + n, Float32(0.0)
-                    if k < crop:
-                        keep = Float32(1.0)
-                        if const_expr(self.has_mask):
-                            keep = mMask[batch, i, k]
-                    sKeep[n, stage] = keep
-                for step in cutlass.range(self.tile_n // pairs_a_pass, unroll=1):
-                    row = sZ[step * pairs_a_pass + local, None, stage]
-                    mean, inverse = normalise_pair(row, sNorm, eps, lane, self.channels, self.lanes, self.dtype)
-                    if const_expr(self.has_stats):
-                        k = block * self.tile_n + step * pairs_a_pass + local
-                        if (lane == 0) & (k < crop):
-                            keep_statistics(mStats, (batch, i, k), mean, inverse)
-            # Written by ordinary stores, read by wgmma.
-            cute.arch.fence_view_async_shared()
+                for step in cutlass.range(self.tile_n // pairs_a_pass, unroll=2 if self.channels <= 256 else 1):
+                    n = step * pairs_a_pass + local
+                    k = block * self.tile_n + n
+                    mean, rstd = pair_statistics(sZ[n, None, stage], eps, lane, self.channels, self.lanes, self.dtype)
+                    if lane == 0:
+                        four = cute.make_rmem_tensor(4, Float32)
+                        four[0], four[1], four[2], four[3] = mean, rstd, Float32(0.0), Float32(0.0)
+                        if k < crop:
+                            four[2] = Float32(1.0)
+                            if const_expr(self.has_mask):
+                                four[2] = mMask[batch, i, k]
+                            keep_statistics(mStats, (batch, i, k), mean, rstd)
+                        cute.autovec_copy(four, sPairs[None, n, stage])
             cute.arch.sync_warp()
             if tidx % 32 == 0:
                 cute.arch.mbarrier_arrive(normed + state.index)
@@ -232,8 +232,8 @@ class TriangleMultiplicationFrontSm90:
 
     # ---- device: projections and gates --------------------------------------------------------------------------
     @cute.jit
-    def project(self, pipe_z, pipe_w, normed, smem, stores, vectors, sizes):
-        sZ, sP, sG, sKeep, sO = smem
+    def project(self, pipe_z, pipe_w, normed, smem, stores, sizes):
+        sZ, sP, sG, sPairs, sO, sTerms = smem
         crop, blocks, tiles, tasks = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 2)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 2)
@@ -243,11 +243,13 @@ class TriangleMultiplicationFrontSm90:
         tZ = mma.make_fragment_B(part.partition_B(sZ))
         shape = mma.partition_shape_C((ROWS, self.tile_n))
         acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-        z_state, w_state = consumer_state(self.z_stages), consumer_state(self.w_stages)
+        z_state, w_state, done = consumer_state(self.z_stages), consumer_state(self.w_stages), consumer_state(self.w_stages)
         for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
             block, i, batch = self.decode(cutlass.min(task * self.warpgroups + wg, tiles - 1), crop, blocks)
             tile = z_state.index * self.warpgroups + wg
-            cute.arch.mbarrier_wait(normed + z_state.index, z_state.phase)
+            if const_expr(self.resident):
+                w_state = consumer_state(self.w_stages)
+            pipe_z.consumer_wait(z_state)
             for rows in cutlass.range(2 * self.hidden // ROWS, unroll=1):
                 for k in cutlass.range_constexpr(self.channels // self.tile_k):
                     pipe_w.consumer_wait(w_state)
@@ -258,10 +260,17 @@ class TriangleMultiplicationFrontSm90:
                         cute.gemm(mma, acc_p, tP[None, None, step, w_state.index], z, acc_p)
                         cute.gemm(mma, acc_g, tG[None, None, step, w_state.index], z, acc_g)
                     warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    pipe_w.consumer_release(w_state)
                     w_state.advance()
-                self.gate(acc_p, acc_g, sKeep[None, tile], vectors[3], vectors[4], rows, tidx)
+                    if const_expr(k > 0 and not self.resident):  # one step stays in flight
+                        warpgroup.wait_group(1)
+                        pipe_w.consumer_release(done)
+                        done.advance()
+                warpgroup.wait_group(0)
+                if const_expr(not self.resident):
+                    pipe_w.consumer_release(done)
+                    done.advance()
+                cute.arch.mbarrier_wait(normed + z_state.index, z_state.phase)
+                self.gate(acc_p, acc_g, sPairs[None, None, tile], sTerms, rows, tidx)
                 rounded = cute.make_rmem_tensor(shape, self.dtype)
                 rounded.store(acc_p.load().to(self.dtype))
                 target = cute.local_tile(gF, (ROWS, self.tile_n), (rows, block, i, batch))
@@ -272,19 +281,24 @@ class TriangleMultiplicationFrontSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def gate(self, acc_p, acc_g, keep: cute.Tensor, mPBias, mGBias, rows: Int32, tidx: Int32):
-        """acc_p becomes keep * sigmoid(acc_g + bias) * (acc_p + bias)."""
+    def gate(self, acc_p, acc_g, pairs: cute.Tensor, sTerms: cute.Tensor, rows: Int32, tidx: Int32):
+        """acc_p becomes value times sigmoid of gate times the pair's factor."""
         p, g = rows_view(acc_p), rows_view(acc_g)
+        terms = cute.make_rmem_tensor((4, 2), Float32)
         for r in cutlass.range_constexpr(2):
-            channel = rows * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
-            for n in cutlass.range_constexpr(self.tile_n // 4):
-                factor = keep[8 * (n // 2) + 2 * (tidx % 4) + n % 2]
-                if const_expr(self.has_bias):
-                    p[r, n], g[r, n] = p[r, n] + mPBias[channel], g[r, n] + mGBias[channel]
-                odds = cute.math.exp2(g[r, n] * -LOG2_E, fastmath=True)
-                value = p[r, n] * cute.arch.rcp_approx(1.0 + odds)
+            cute.autovec_copy(sTerms[None, rows * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r], terms[None, r])
+        for n in cutlass.range_constexpr(self.tile_n // 4):
+            of_pair = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(pairs[None, 8 * (n // 2) + 2 * (tidx % 4) + n % 2], of_pair)
+            mean, rstd, factor = of_pair[0], of_pair[1], of_pair[2]
+            for r in cutlass.range_constexpr(2):
+                value = (p[r, n] - mean * terms[0, r]) * rstd + terms[1, r]
+                odds = cute.math.exp2((g[r, n] - mean * terms[2, r]) * (rstd * -LOG2_E) + terms[3, r], fastmath=True)
+                value = value * cute.arch.rcp_approx(1.0 + odds)
+                if const_expr(self.has_mask):
+                    value = value * factor
                 # A select, not a product: what a masked or absent pair holds must not matter.
-                p[r, n] = Float32(0.0) if factor == 0.0 else value * factor
+                p[r, n] = Float32(0.0) if factor == 0.0 else value
 
 
 def build(variant: dict, config, registers: tuple[int, int, int], options: str):
@@ -296,18 +310,13 @@ def build(variant: dict, config, registers: tuple[int, int, int], options: str):
         strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
         return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
 
-    def vector(size: int):
-        return cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=4)
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
 
-    def weight():
-        return cute.runtime.make_fake_tensor(dtype, (2 * hidden, channels), (channels, 1), assumed_align=16)
-
-    bias = (lambda: vector(2 * hidden)) if variant["bias"] else (lambda: None)
     mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
     kernel = TriangleMultiplicationFrontSm90(variant, config, registers)
     return cute.compile(
-        kernel, tensor(dtype, (batch, crop, crop, channels), 8), mask, vector(channels), vector(channels),
-        weight(), bias(), weight(), bias(), tensor(dtype, (batch, 2, hidden, crop, padded), 8),
-        tensor(Float32, (batch, crop, crop, 2), 2, 8) if variant["stats"] else None,
+        kernel, tensor(dtype, (batch, crop, crop, channels), 8), mask, matrix(dtype, channels), matrix(dtype, channels),
+        matrix(Float32, 4), tensor(dtype, (batch, 2, hidden, crop, padded), 8), tensor(Float32, (batch, crop, crop, 2), 2, 8),
         Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )

@@ -1,17 +1,24 @@
 """From a caller's tensors to what the kernels of the triangle multiplicative update read and leave for each other.
 
-Three stages make a forward pass. N is the crop, C the channels of z, D the hidden width, P is N rounded up to 8.
+Four stages make a forward pass. N is the crop, C the channels of z, D the hidden width, P is N rounded up to 8. The projection
+of LN(z) = (z - mean) * rstd * w + b by W is
 
-    front(z, mask, norm_weight, norm_bias, p_weight, p_bias, g_weight, g_bias, factors, eps, num_ctas)
-        zn = LN(z);  factors[b, s, d, i, k] = mask * sigmoid(zn g_weight^T + g_bias) * (zn p_weight^T + p_bias)
+    rstd * (z W'^T - mean * u) + b'            W' = W * w,   u = row sums of W',   b' = bias + W b
+
+so kernels multiply z and x as they lie in memory by folded weights W', and apply statistics and `terms` to the results.
+
+    fold(p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, p_in_bias, g_in_bias, p_out_bias, g_out_bias,
+         f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms, num_ctas)
+        W', u and b' of p_in and g_in behind norm_in, p_out behind norm_out, g_out behind norm_in
+    front(z, mask, p_in, g_in, in_terms, factors, z_stats, eps, num_ctas)
+        factors[b, s, d, i, k] = mask * sigmoid(proj_g(z)) * proj_p(z)
     product_nt(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, j, k]
     product_tn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, k, i] * right[b, d, k, j]
     product_nn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, k, j]
         the contraction: outgoing nt(a, b, x), incoming tn(a, b, x); its gradients: outgoing da = nn(dx, b), db = tn(dx, a),
         incoming da = nt(b, dx), db = nn(a, dx)
-    back(z, x, norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias, p_weight, p_bias, g_weight, g_bias, residual, out,
-         eps, num_ctas)
-        out = [residual +] sigmoid(LN(z) g_weight^T + g_bias) * (LN(x) p_weight^T + p_bias)
+    back(z, z_stats, x, p_out, g_out, out_terms, residual, out, x_stats, eps, num_ctas)
+        out = [residual +] sigmoid(proj_g(z)) * proj_p(x)
 
     z, residual, out         (B, N, N, C) 16-bit of one dtype, unit stride on C, other strides positive multiples of 8 elements,
                              16-byte aligned base. residual may be None, and may be z. out may be z: back reads an element of z
@@ -22,12 +29,15 @@ Three stages make a forward pass. N is the crop, C the channels of z, D the hidd
     left, right, out         (B, D, N, P), unit stride along P, other strides multiples of 8: x, dx, or a half of factors
     x                        (B, D, N, P) contiguous, bfloat16 for bf16 z, else float32 (sums over N leave fp16's range). What
                              columns from N on hold is never used
-    norm_*                   float32 (C,) for z, (D,) for x; never None
-    p_weight, g_weight       z's dtype, contiguous: front (2 D, C), rows of a first; back (C, D) and (C, C)
-    p_bias, g_bias           None, or float32 (2 D,) for front, (C,) for back
+    z_stats, x_stats         float32 (B, N, N, 2) contiguous: mean and rstd = rsqrt(variance + eps) of every pair's z and x. front
+                             writes z_stats, which back reads; back writes x_stats where that is not None
+    p_in, g_in (2 D, C), p_out (C, D), g_out (C, C)    contiguous. As fold reads them: float32 or bfloat16, all alike; folded, as
+                             all others do: z's dtype
+    norm_*, *_bias           float32 (C,), (D,), (2 D,), never None; but for the four biases, which may be None together
+    in_terms, out_terms      float32 (2 D, 4) and (C, 4): of every row u and b' of p, then u and b' of g
 
-P makes every row of factors and x a whole number of 16 bytes, the unit of TMA. Weights of another dtype are converted once a
-call; they are small. Nothing here reads a value on the host.
+What folding reads and writes lies on 16-byte boundaries. P makes every row of factors and x a whole number of 16 bytes, the unit
+of TMA. Weights of other dtypes are converted once a call; they are small. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -71,48 +81,143 @@ class Weights(NamedTuple):
         return self.p_out_weight.shape[1]
 
 
+class Folded(NamedTuple):
+    """The projections with the norms' weights and biases in them, see the module's text."""
+
+    p_in: Tensor
+    g_in: Tensor
+    in_terms: Tensor
+    p_out: Tensor
+    g_out: Tensor
+    out_terms: Tensor
+
+
 class Operands(NamedTuple):
-    """A call's inputs as the kernels read them."""
+    """A call's inputs as front and back kernels read them."""
 
     z: Tensor
     mask: Tensor | None
-    weights: Weights
+    folded: Folded
 
-    def front(self, factors: Tensor) -> tuple[Tensor | None, ...]:
+    def front(self, factors: Tensor, z_stats: Tensor) -> tuple[Tensor | None, ...]:
         """Tensor arguments of a front kernel."""
-        w = self.weights
-        norm = (w.norm_in_weight, w.norm_in_bias)
-        return self.z, self.mask, *norm, w.p_in_weight, w.p_in_bias, w.g_in_weight, w.g_in_bias, factors
+        return self.z, self.mask, *self.folded[:3], factors, z_stats
 
-    def back(self, x: Tensor, residual: Tensor | None, out: Tensor) -> tuple[Tensor | None, ...]:
+    def back(
+        self, z_stats: Tensor, x: Tensor, residual: Tensor | None, out: Tensor, x_stats: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Tensor arguments of a back kernel."""
-        w = self.weights
-        norms = (w.norm_in_weight, w.norm_in_bias, w.norm_out_weight, w.norm_out_bias)
-        return self.z, x, *norms, w.p_out_weight, w.p_out_bias, w.g_out_weight, w.g_out_bias, residual, out
+        return self.z, z_stats, x, *self.folded[3:], residual, out, x_stats
 
 
-def prepare(z: Tensor, mask: Tensor | None, weights: Weights) -> Operands:
+def prepare(z: Tensor, mask: Tensor | None, folded: Folded) -> Operands:
     """Operands for a call of canonical rank: z `(B, N, N, C)` 16-bit of any strides, mask None or `(B or 1, N or 1, N or 1)`."""
-    channels, hidden, device = z.shape[-1], weights.hidden, z.device
+    return Operands(pair_operand(z), mask_buffer(mask, z), folded)
 
-    def vector(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(torch.float32).contiguous()
 
-    def matrix(x: Tensor) -> Tensor:
-        return x.to(z.dtype).contiguous()
+def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]:
+    """Tensor arguments of a fold kernel: weights, uniform, and where the folded ones go.
 
-    def affine(weight: Tensor | None, bias: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-        weight = torch.ones(width, device=device) if weight is None else weight
-        return vector(weight), vector(torch.zeros(width, device=device) if bias is None else bias)
-
+    Weights of most models need no work: float32 or bfloat16 matrices of one dtype, float32 norms, biases everywhere or nowhere.
+    Other matrices become float32, absent norms ones and zeros, and biases that are absent beside others zeros.
+    """
     w = weights
-    laid_out = Weights(
-        *affine(w.norm_in_weight, w.norm_in_bias, channels),
-        matrix(w.p_in_weight), vector(w.p_in_bias), matrix(w.g_in_weight), vector(w.g_in_bias),
-        *affine(w.norm_out_weight, w.norm_out_bias, hidden),
-        matrix(w.p_out_weight), vector(w.p_out_bias), matrix(w.g_out_weight), vector(w.g_out_bias),
+    dtype, biased, device = matrix_dtype(w), has_biases(w), w.p_out_weight.device
+
+    def vector(x: Tensor | None, width: int, fill: float) -> Tensor:
+        return torch.full((width,), fill, device=device) if x is None else _buffer(x, torch.float32)
+
+    def bias(x: Tensor | None, width: int) -> Tensor | None:
+        return vector(x, width, 0.0) if biased else None
+
+    channels, hidden = w.p_out_weight.shape
+    matrices = (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)
+    return (
+        *(_buffer(x, dtype) for x in matrices),
+        vector(w.norm_in_weight, channels, 1.0), vector(w.norm_in_bias, channels, 0.0),
+        vector(w.norm_out_weight, hidden, 1.0), vector(w.norm_out_bias, hidden, 0.0),
+        bias(w.p_in_bias, 2 * hidden), bias(w.g_in_bias, 2 * hidden), bias(w.p_out_bias, channels), bias(w.g_out_bias, channels),
+        folded.p_in, folded.g_in, folded.p_out, folded.g_out, folded.in_terms, folded.out_terms,
     )  # fmt: skip
-    return Operands(pair_operand(z), mask_buffer(mask, z), laid_out)
+
+
+def _buffer(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in `dtype`, on an aligned base (which a part of a flat buffer may lack); itself where it is all that."""
+    x = x.to(dtype).contiguous()
+    return x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone()
+
+
+def matrix_dtype(weights: Weights) -> torch.dtype:
+    """In which a fold kernel reads the matrices: their own dtype where it is one and kernels take it, else float32."""
+    w = weights
+    found = {x.dtype for x in (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)}
+    return torch.bfloat16 if found == {torch.bfloat16} else torch.float32
+
+
+def has_biases(weights: Weights) -> bool:
+    """Whether any projection has a bias."""
+    w = weights
+    return any(x is not None for x in (w.p_in_bias, w.g_in_bias, w.p_out_bias, w.g_out_bias))
+
+
+def fold(weights: Weights, dtype: torch.dtype) -> Folded:
+    """What a fold kernel computes, in PyTorch: products and sums in float32, matrices rounded once to `dtype`.
+
+    Args:
+        weights: as the caller gave them: any dtypes, norms and biases may be None.
+        dtype: z's. With float64 nothing is rounded, which is what tests of the algebra want.
+    """
+    return fold_into(weights, *folded_empty(weights, dtype))
+
+
+def fold_into(weights: Weights, matrices: Tensor, terms: Tensor) -> Folded:
+    """`fold` into the tensors of `folded_empty`."""
+    w, folded = weights, folded_parts(weights, matrices, terms)
+    norm_in, norm_out = (
+        tuple(None if x is None else x.to(terms.dtype) for x in norm)
+        for norm in ((w.norm_in_weight, w.norm_in_bias), (w.norm_out_weight, w.norm_out_bias))
+    )
+    _fold_one(w.p_in_weight, w.p_in_bias, norm_in, folded.p_in, folded.in_terms[:, :2])
+    _fold_one(w.g_in_weight, w.g_in_bias, norm_in, folded.g_in, folded.in_terms[:, 2:])
+    _fold_one(w.p_out_weight, w.p_out_bias, norm_out, folded.p_out, folded.out_terms[:, :2])
+    _fold_one(w.g_out_weight, w.g_out_bias, norm_in, folded.g_out, folded.out_terms[:, 2:])
+    return folded
+
+
+def _fold_one(
+    matrix: Tensor, bias: Tensor | None, norm: tuple[Tensor | None, Tensor | None], folded: Tensor, terms: Tensor
+) -> None:
+    """Fill a folded matrix and its two columns of terms."""
+    matrix, (scale, shift) = matrix.to(terms.dtype), norm
+    if scale is None:
+        folded.copy_(matrix)
+    else:
+        torch.mul(matrix, scale, out=folded)  # in float32, rounded as it is stored
+    # Of the rounded matrix: what kernels subtract must be what their products hold of the mean.
+    torch.sum(folded, -1, dtype=terms.dtype, out=terms[:, 0])
+    if shift is None:
+        terms[:, 1] = 0.0 if bias is None else bias
+    elif bias is None:
+        torch.mv(matrix, shift, out=terms[:, 1])
+    else:
+        torch.addmv(bias.to(terms.dtype), matrix, shift, out=terms[:, 1])
+
+
+def folded_empty(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Uninitialised memory of folded weights for a z of `dtype`: `(4 D C + C D + C C,)` of matrices, `(2 D + C, 4)` of terms."""
+    channels, hidden = weights.p_out_weight.shape
+    device = weights.p_out_weight.device
+    matrices = torch.empty(channels * (5 * hidden + channels), dtype=dtype, device=device)
+    return matrices, torch.empty((2 * hidden + channels, 4), dtype=_wide(dtype), device=device)
+
+
+def folded_parts(weights: Weights, matrices: Tensor, terms: Tensor) -> Folded:
+    """Views of the parts of `folded_empty`."""
+    channels, hidden = weights.p_out_weight.shape
+    inner, outer = matrices.split((channels * (4 * hidden + channels), channels * hidden))
+    p_in, g_in, g_out = inner.view(-1, channels).split((2 * hidden, 2 * hidden, channels))
+    in_terms, out_terms = terms.split((2 * hidden, channels))
+    return Folded(p_in, g_in, in_terms, outer.view(channels, hidden), g_out, out_terms)
 
 
 def pair_operand(x: Tensor) -> Tensor:
@@ -129,6 +234,17 @@ def complies(x: Tensor) -> bool:
 def mask_buffer(mask: Tensor | None, z: Tensor) -> Tensor | None:
     """The float32 `(B, N, N)` buffer of a mask that broadcasts to it; itself where it is one."""
     return None if mask is None else mask.to(torch.float32).expand(z.shape[:-1]).contiguous()
+
+
+def stats_empty(z: Tensor) -> Tensor:
+    """Uninitialised `(B, N, N, 2)` statistics of the pairs of a z, or of its x."""
+    return torch.empty((*z.shape[:-1], 2), dtype=_wide(z.dtype), device=z.device)
+
+
+def statistics(pairs: Tensor, eps: float) -> Tensor:
+    """Mean and reciprocal deviation along the last axis, `(..., 2)` in the dtype of `pairs`."""
+    mean = pairs.mean(-1, keepdim=True)
+    return torch.cat([mean, ((pairs - mean).square().mean(-1, keepdim=True) + eps).rsqrt()], -1)
 
 
 def factors_empty(z: Tensor, hidden: int) -> Tensor:
@@ -152,3 +268,8 @@ def contraction_dtype(dtype: torch.dtype) -> torch.dtype:
 def padded(crop: int) -> int:
     """P: the crop rounded up to whole 16 bytes of 16-bit elements."""
     return -(-crop // OPERAND_ALIGN) * OPERAND_ALIGN
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which statistics and terms are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,11 +1,8 @@
 """What the backward kernels of the triangle multiplicative update read and write beyond the forward's operands.
 
 N is the crop, C the channels of z, D the hidden width, P is N rounded up to 8. zhat and xhat are z (over C) and x (over D) less
-their mean, times their reciprocal deviation rstd. The projection of LN(z) = zhat * w + b by W is
-
-    rstd * (z W'^T - mean * u) + b'            W' = W * w,   u = row sums of W',   b' = bias + W b
-
-so kernels multiply z and x as they lie in memory and apply statistics and `terms` to the results; see `fold`.
+their mean, times their reciprocal deviation rstd. Projections are those of `layout`, by folded weights: what the forward's fold
+kernel left.
 
     back_backward(z, z_stats, x, x_stats, dout, p_out, g_out, out_terms, dx, dzn, num_ctas)
         h = proj_p(x), s = sigmoid(proj_g(z));   dh = dout * s,   dg = dout * h * s * (1 - s)
@@ -18,10 +15,8 @@ so kernels multiply z and x as they lie in memory and apply statistics and `term
     front_weights(z, z_stats, mask, dfactors, p_in, g_in, in_terms, planes, sums, splits, num_ctas)
         planes: sums over pairs of dp zhat in columns [0, C), of dg zhat in [C, 2 C);     sums: of dp, of dg
 
-    z, dout, mask, x           as in `layout`; x's columns from N on are zero (the product kernels leave them so)
-    z_stats, x_stats           float32 (B, N, N, 2) contiguous: mean and rstd = rsqrt(variance + eps) of every pair's z and x
-    p_in, g_in (2 D, C), p_out (C, D), g_out (C, C)    folded weights W', z's dtype, contiguous
-    in_terms, out_terms        float32 (2 D, 4) and (C, 4): of every row u and b' of p, then u and b' of g
+    z, mask, z_stats, x_stats, p_in, g_in, p_out, g_out, in_terms, out_terms      as in `layout`
+    dout, x                    the same; x's columns from N on are zero (the product kernels leave them so)
     dx                         like x (`layout.contraction_empty`); columns from N on are zero: back_backward writes them
     dfactors                   like factors (`layout.factors_empty`), contiguous; columns from N on hold anything finite
     dzn, dz                    (B, N, N, C) contiguous, z's dtype; dzn is the gate's share of the gradient of zhat
@@ -35,79 +30,11 @@ the weights as they were given. Nothing here reads a value on the host, and ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpf_jit.templates.triangle_multiplication.layout import Weights
-
-
-class Folded(NamedTuple):
-    """The projections with the norms' weights and biases in them, see the module's text."""
-
-    p_in: Tensor
-    g_in: Tensor
-    in_terms: Tensor
-    p_out: Tensor
-    g_out: Tensor
-    out_terms: Tensor
-
-
-def fold(weights: Weights, dtype: torch.dtype) -> Folded:
-    """Fold the norms into the projections: products and sums in float32, matrices rounded once to `dtype`.
-
-    Args:
-        weights: as the caller gave them: any dtypes, norms and biases may be None.
-        dtype: z's. With float64 nothing is rounded, which is what tests of the algebra want.
-    """
-    w, hidden, channels, wide = weights, weights.hidden, weights.p_out_weight.shape[0], _wide(dtype)
-    terms = torch.empty((2 * hidden + channels, 4), dtype=wide, device=w.p_out_weight.device)
-    in_terms, out_terms = terms[: 2 * hidden], terms[2 * hidden :]
-    norm_in, norm_out = (
-        tuple(None if x is None else x.to(wide) for x in norm)
-        for norm in ((w.norm_in_weight, w.norm_in_bias), (w.norm_out_weight, w.norm_out_bias))
-    )
-    return Folded(
-        _fold_one(w.p_in_weight, w.p_in_bias, norm_in, dtype, in_terms[:, :2]),
-        _fold_one(w.g_in_weight, w.g_in_bias, norm_in, dtype, in_terms[:, 2:]),
-        in_terms,
-        _fold_one(w.p_out_weight, w.p_out_bias, norm_out, dtype, out_terms[:, :2]),
-        _fold_one(w.g_out_weight, w.g_out_bias, norm_in, dtype, out_terms[:, 2:]),
-        out_terms,
-    )
-
-
-def _fold_one(
-    matrix: Tensor, bias: Tensor | None, norm: tuple[Tensor | None, Tensor | None], dtype: torch.dtype, terms: Tensor
-) -> Tensor:
-    """The folded matrix; fills its two columns of terms."""
-    matrix, (scale, shift) = matrix.to(terms.dtype), norm
-    folded = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-    if scale is None:
-        folded.copy_(matrix)
-    else:
-        torch.mul(matrix, scale, out=folded)  # in float32, rounded as it is stored
-    # Of the rounded matrix: what kernels subtract must be what their products hold of the mean.
-    torch.sum(folded, -1, dtype=terms.dtype, out=terms[:, 0])
-    if shift is None:
-        terms[:, 1] = 0.0 if bias is None else bias
-    elif bias is None:
-        torch.mv(matrix, shift, out=terms[:, 1])
-    else:
-        torch.addmv(bias.to(terms.dtype), matrix, shift, out=terms[:, 1])
-    return folded
-
-
-def stats_empty(z: Tensor) -> Tensor:
-    """Uninitialised `(B, N, N, 2)` statistics of the pairs of a z, or of its x."""
-    return torch.empty((*z.shape[:-1], 2), dtype=_wide(z.dtype), device=z.device)
-
-
-def statistics(pairs: Tensor, eps: float) -> Tensor:
-    """Mean and reciprocal deviation along the last axis, `(..., 2)` in the dtype of `pairs`."""
-    mean = pairs.mean(-1, keepdim=True)
-    return torch.cat([mean, ((pairs - mean).square().mean(-1, keepdim=True) + eps).rsqrt()], -1)
 
 
 def pair_empty(z: Tensor) -> Tensor:
@@ -131,7 +58,12 @@ def _planes_empty(z: Tensor, splits: int, rows: int, columns: int) -> tuple[Tens
 
 
 def finish(
-    weights: Weights, front_planes: Tensor, front_sums: Tensor, back_planes: Tensor, back_sums: Tensor, needed: Sequence[bool]
+    weights: Weights,
+    front_planes: Tensor | None,
+    front_sums: Tensor | None,
+    back_planes: Tensor | None,
+    back_sums: Tensor | None,
+    needed: Sequence[bool],
 ) -> Weights:
     """The gradients of the weights, exact by linearity, from what the two weight kernels left.
 
@@ -143,22 +75,27 @@ def finish(
 
     Args:
         weights: as the caller gave them.
-        front_planes, front_sums, back_planes, back_sums: see the module's text. They stay as they are, and may hold anything
-            where no gradient from them is needed; those of norm_in come from both.
+        front_planes, front_sums, back_planes, back_sums: see the module's text. They stay as they are. None for both of a side
+            from which no gradient is needed, but not of both sides; those of norm_in come from both.
         needed: of every weight in their order, whether its gradient is wanted.
 
     Returns:
         gradients with the dtype and shape of their weights; None where a weight is None or not needed.
     """
-    w, hidden, channels = weights, weights.hidden, back_planes.shape[1]
-    # The projections behind norm_in lie below each other: g_out, p_in, g_in. In `sums`, p_out comes before them.
-    inner = back_planes.new_empty((channels + 4 * hidden, channels))
-    sums = back_sums.new_empty(2 * channels + 4 * hidden)
-    torch.sum(back_planes[..., hidden:], 0, out=inner[:channels])
-    torch.sum(front_planes.unflatten(-1, (2, channels)), 0, out=inner[channels:].unflatten(0, (2, -1)).transpose(0, 1))
-    torch.sum(back_sums, 0, out=sums[: 2 * channels].unflatten(0, (2, -1)).T)
-    torch.sum(front_sums, 0, out=sums[2 * channels :].unflatten(0, (2, -1)).T)
-    outer = torch.sum(back_planes[..., :hidden], 0)
+    w, hidden, channels = weights, weights.hidden, weights.p_out_weight.shape[0]
+    like = front_planes if back_planes is None else back_planes
+    # The projections behind norm_in lie below each other: g_out, p_in, g_in. In `sums`, p_out comes before them. What a side
+    # that is not there would fill is never read into a gradient.
+    inner = like.new_empty((channels + 4 * hidden, channels))
+    outer = like.new_empty((channels, hidden))
+    sums = like.new_empty(2 * channels + 4 * hidden)
+    if back_planes is not None:
+        torch.sum(back_planes[..., :hidden], 0, out=outer)
+        torch.sum(back_planes[..., hidden:], 0, out=inner[:channels])
+        torch.sum(back_sums, 0, out=sums[: 2 * channels].unflatten(0, (2, -1)).T)
+    if front_planes is not None:
+        torch.sum(front_planes.unflatten(-1, (2, channels)), 0, out=inner[channels:].unflatten(0, (2, -1)).transpose(0, 1))
+        torch.sum(front_sums, 0, out=sums[2 * channels :].unflatten(0, (2, -1)).T)
     outer_sums, inner_sums = sums[:channels], sums[channels:]
     found: dict[str, Tensor] = {}
     wanted = {name: x for name, x, need in zip(w._fields, w, needed, strict=True) if need and x is not None}

@@ -23,7 +23,9 @@ the sum at the end, with the operand as it was rounded.
 
 A CTA has 64 * W rows, in one or two parts of the columns, and a share of the tiles of pairs; it keeps its weights and its sums on
 the SM. Products are computed with rows as the M of the MMA, so that the results of the first are an operand of the second where
-they are. Warp roles: of warpgroup 0, warp 0 issues TMA and warp 1 fetches what belongs to the pairs; W consumers.
+they are. Where a step is two tiles, the products of one run while the other's gates are differentiated.
+
+Warp roles: of warpgroup 0, warp 0 issues TMA and warp 1 fetches what belongs to the pairs; the W others multiply.
 """
 
 import math
@@ -67,7 +69,8 @@ class TriangleMultiplicationWeightsSm90:
         self.values = self.channels if self.front else self.hidden
         self.parts = parts
         self.tile_v, self.tile_c = self.values // parts, self.channels // parts
-        self.tile_n, self.warpgroups, self.stages = config.tile_n, config.consumer_warpgroups, config.stages
+        self.tile_n, self.tiles = config.tile_n, config.tiles
+        self.warpgroups, self.stages = config.consumer_warpgroups, config.stages
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -84,7 +87,7 @@ class TriangleMultiplicationWeightsSm90:
             )
 
         self.project_z, self.sum_z = mma(k_major, n), mma(mn_major, self.tile_c, warpgroup.OperandSource.RMEM)
-        tiles, owned = self.stages * self.parts, self.warpgroups * self.parts
+        tiles, owned = self.stages * self.tiles * self.parts, self.warpgroups * self.parts
         self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.tile_c), self.dtype, tiles)
         self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.tile_c, n), self.dtype, tiles)
         self.g_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, self.tile_c), self.dtype, owned)
@@ -97,7 +100,7 @@ class TriangleMultiplicationWeightsSm90:
             self.x_layout = sm90.make_smem_layout_b(col_major, (ROWS, n, self.tile_v), self.dtype, tiles)
             self.xt_layout = sm90.make_smem_layout_b(row_major, (ROWS, self.tile_v, n), self.dtype, tiles)
             self.d_shape = (n, ROWS)
-        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, self.d_shape, self.stages * self.warpgroups)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, self.d_shape, self.stages * self.tiles * self.warpgroups)
 
     def _storage(self):
         x_area = smem_area(self.dtype, self.x_layout) if not self.front else cute.struct.MemRange[Int64, 1]
@@ -107,7 +110,7 @@ class TriangleMultiplicationWeightsSm90:
             bar: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_w: cute.struct.MemRange[Int64, 2]
             bar_pairs: cute.struct.MemRange[Int64, 2 * self.stages]
-            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.tile_n * self.stages], 128]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.tile_n * self.tiles * self.stages], 128]
             g: smem_area(self.dtype, self.g_layout)
             v: smem_area(self.dtype, self.v_layout)
             z: smem_area(self.dtype, self.z_layout)
@@ -143,7 +146,7 @@ class TriangleMultiplicationWeightsSm90:
             x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
             loads = (*loads, atom(load, x, one_stage(self.x_layout), (self.tile_n, self.tile_v)))
         batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, self.tile_n)
+        blocks = cute.ceil_div(crop, self.tiles * self.tile_n)
         units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
         sizes = (crop, blocks, blocks * crop * batch, splits)
         self.kernel(loads, per_pair, mTerms, mPlanes, mSums, sizes).launch(
@@ -164,7 +167,7 @@ class TriangleMultiplicationWeightsSm90:
         sX, sXt = sZ, sZt
         if const_expr(not self.front):
             sX, sXt = smem_tensor(sm.x, self.x_layout), smem_tensor(sm.x, self.xt_layout)
-        sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tile_n, self.stages)))
+        sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tiles * self.tile_n, self.stages)))
         fetched = sm.bar_pairs.data_ptr()
         warps = 4 * self.warpgroups
         if warp_idx == 0:
@@ -175,6 +178,7 @@ class TriangleMultiplicationWeightsSm90:
         stage_bytes = self.parts * tile_bytes(self.z_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
         if const_expr(not self.front):
             stage_bytes = stage_bytes + self.parts * tile_bytes(self.x_layout, self.dtype)
+        stage_bytes = self.tiles * stage_bytes
         weight_bytes = tile_bytes(self.g_layout, self.dtype) + tile_bytes(self.v_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, 1, self.warpgroups * self.parts * weight_bytes, warps)
         pipe = tma_ring(sm.bar, self.stages, stage_bytes, warps, last=True)
@@ -197,7 +201,7 @@ class TriangleMultiplicationWeightsSm90:
 
     @cute.jit
     def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of k, i, batch)."""
+        """step -> (block of k, i, batch)."""
         rest, block = tile // blocks, tile % blocks
         return block, rest % crop, rest // crop
 
@@ -227,17 +231,19 @@ class TriangleMultiplicationWeightsSm90:
             block, i, batch = self.decode(tile, crop, blocks)
             pipe.producer_acquire(state)
             bar = pipe.producer_get_barrier(state)
-            for part in cutlass.range_constexpr(self.parts):
-                place = state.index * self.parts + part
-                cute.copy(tma_z, tZg[None, block, part, i, batch], tZs[None, place], tma_bar_ptr=bar)
-                if const_expr(not self.front):
-                    cute.copy(tma_x, tXg[None, block, part, i, batch], tXs[None, place], tma_bar_ptr=bar)
-            for w in cutlass.range_constexpr(self.warpgroups):
-                rows, place = m * self.warpgroups + w, state.index * self.warpgroups + w
-                if const_expr(self.front):
-                    cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
-                else:
-                    cute.copy(tma_d, tDg[None, block, rows, i, batch], tDs[None, place], tma_bar_ptr=bar)
+            for t in cutlass.range_constexpr(self.tiles):
+                at = self.tiles * state.index + t
+                for part in cutlass.range_constexpr(self.parts):
+                    place = at * self.parts + part
+                    cute.copy(tma_z, tZg[None, self.tiles * block + t, part, i, batch], tZs[None, place], tma_bar_ptr=bar)
+                    if const_expr(not self.front):
+                        cute.copy(tma_x, tXg[None, self.tiles * block + t, part, i, batch], tXs[None, place], tma_bar_ptr=bar)
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    rows, place = m * self.warpgroups + w, at * self.warpgroups + w
+                    if const_expr(self.front):
+                        cute.copy(tma_d, tDg[None, rows, self.tiles * block + t, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                    else:
+                        cute.copy(tma_d, tDg[None, self.tiles * block + t, rows, i, batch], tDs[None, place], tma_bar_ptr=bar)
             state.advance()
         # No CTA may exit while a consumer can still arrive on its barriers.
         pipe.producer_tail(state)
@@ -253,10 +259,10 @@ class TriangleMultiplicationWeightsSm90:
         for tile in cutlass.range(split, tiles, splits, unroll=1):
             block, i, batch = self.decode(tile, crop, blocks)
             cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
-            for step in cutlass.range_constexpr(-(-self.tile_n // 32)):
+            for step in cutlass.range_constexpr(-(-self.tiles * self.tile_n // 32)):
                 n = lane + 32 * step
-                k = block * self.tile_n + n
-                if n < self.tile_n:
+                k = block * self.tiles * self.tile_n + n
+                if n < self.tiles * self.tile_n:
                     four = cute.make_rmem_tensor(4, Float32)
                     four.fill(0.0)
                     if k < crop:
@@ -288,7 +294,7 @@ class TriangleMultiplicationWeightsSm90:
         tZt = self.sum_z.make_fragment_B(self.sum_z.get_slice(0).partition_B(sZt))
         tXt = self.sum_x.make_fragment_B(self.sum_x.get_slice(0).partition_B(sXt))
         shape = self.project_z.partition_shape_C((ROWS, self.tile_n))
-        acc_v, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.tiles)]
         sum_v = cute.make_rmem_tensor(self.sum_x.partition_shape_C((ROWS, self.tile_v)), Float32)
         sum_g = cute.make_rmem_tensor(self.sum_z.partition_shape_C((ROWS, self.tile_c)), Float32)
         sum_v.fill(0.0)
@@ -304,32 +310,38 @@ class TriangleMultiplicationWeightsSm90:
             if first + 8 * r < self.rows:
                 for t in cutlass.range_constexpr(4):
                     terms[r, t] = mTerms[first + 8 * r, t]
+                terms[r, 3] = terms[r, 3] * -LOG2_E
         pipe_w.consumer_wait(consumer_state(1))
         state = consumer_state(self.stages)
         for _ in cutlass.range(split, count, splits, unroll=1):
             pipe.consumer_wait(state)
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(self.parts):
-                a, b = wg * self.parts + k, state.index * self.parts + k
-                for step in cutlass.range_constexpr(self.tile_v // 16):
-                    self.project_x.set(warpgroup.Field.ACCUMULATE, k + step > 0)
-                    cute.gemm(self.project_x, acc_v, tV[None, None, step, a], tX[None, None, step, b], acc_v)
-                for step in cutlass.range_constexpr(self.tile_c // 16):
-                    self.project_z.set(warpgroup.Field.ACCUMULATE, k + step > 0)
-                    cute.gemm(self.project_z, acc_g, tG[None, None, step, a], tZ[None, None, step, b], acc_g)
-            warpgroup.commit_group()
-            tile = sD[None, None, state.index * self.warpgroups + wg]
-            if const_expr(not self.front):
-                tile = transposed_view(tile)
-            d = read_tile(tile, self.project_z, tidx, shape, not self.front)
+            for t in cutlass.range_constexpr(self.tiles):
+                at, (acc_v, acc_g) = self.tiles * state.index + t, accs[t]
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(self.parts):
+                    a, b = wg * self.parts + k, at * self.parts + k
+                    for step in cutlass.range_constexpr(self.tile_v // 16):
+                        self.project_x.set(warpgroup.Field.ACCUMULATE, k + step > 0)
+                        cute.gemm(self.project_x, acc_v, tV[None, None, step, a], tX[None, None, step, b], acc_v)
+                    for step in cutlass.range_constexpr(self.tile_c // 16):
+                        self.project_z.set(warpgroup.Field.ACCUMULATE, k + step > 0)
+                        cute.gemm(self.project_z, acc_g, tG[None, None, step, a], tZ[None, None, step, b], acc_g)
+                warpgroup.commit_group()
             cute.arch.mbarrier_wait(fetched + state.index, state.phase)
-            warpgroup.wait_group(0)
-            self.differentiate(acc_v, acc_g, d, sPairs[None, None, state.index], terms, totals, means, tidx)
-            a_v, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
-            a_v.store(cute.make_tensor(acc_v.iterator, a_v.layout).load().to(self.dtype))
-            a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
-            start_product(self.sum_x, sum_v, a_v, tXt[None, None, None, state.index * self.parts + part], True)
-            start_product(self.sum_z, sum_g, a_g, tZt[None, None, None, state.index * self.parts + part], True)
+            for t in cutlass.range_constexpr(self.tiles):
+                at, (acc_v, acc_g) = self.tiles * state.index + t, accs[t]
+                tile = sD[None, None, at * self.warpgroups + wg]
+                if const_expr(not self.front):
+                    tile = transposed_view(tile)
+                d = read_tile(tile, self.project_z, tidx, shape, not self.front)
+                # Behind what is waited for: the products of the tiles that follow, or the sums of the one before.
+                warpgroup.wait_group(self.tiles - 1 if t == 0 else 2)
+                pairs = cute.local_tile(sPairs[None, None, state.index], (4, self.tile_n), (0, t))
+                a_v, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
+                self.differentiate((acc_v, acc_g, d), (a_v, a_g), pairs, terms, totals, means, tidx)
+                start_product(self.sum_x, sum_v, a_v, tXt[None, None, None, at * self.parts + part], True)
+                start_product(self.sum_z, sum_g, a_g, tZt[None, None, None, at * self.parts + part], True)
+            cute.arch.sync_warp()
             if tidx % 32 == 0:
                 cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
             warpgroup.wait_group(0)
@@ -338,8 +350,10 @@ class TriangleMultiplicationWeightsSm90:
         self.store(sum_v, sum_g, totals, means, mPlanes, mSums, (first, part, split), tidx)
 
     @cute.jit
-    def differentiate(self, acc_v, acc_g, d, pairs: cute.Tensor, terms, totals, means, tidx: Int32):
-        """acc_v, acc_g become the gradients of value and gate, each times the rstd of its LayerNorm and rounded as an operand."""
+    def differentiate(self, given, operands, pairs: cute.Tensor, terms, totals, means, tidx: Int32):
+        """The gradients of value and gate from both and d, each times the rstd of its LayerNorm and rounded, as operands, whose
+        registers are in an accumulator's order."""
+        acc_v, acc_g, d = given
         v, g = rows_view(acc_v), rows_view(acc_g)
         for j in cutlass.range_constexpr(self.tile_n // 8):
             of_pair = cute.make_rmem_tensor((4, 2), Float32)
@@ -352,21 +366,29 @@ class TriangleMultiplicationWeightsSm90:
                     mean_z, rstd_z = of_pair[0, c], of_pair[1, c]
                     mean_x, rstd_x = (mean_z, rstd_z) if const_expr(self.front) else (of_pair[2, c], of_pair[3, c])
                     value = (v[r, n] - mean_x * terms[r, 0]) * rstd_x + terms[r, 1]
-                    gate = (g[r, n] - mean_z * terms[r, 2]) * rstd_z + terms[r, 3]
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+                    odds = cute.math.exp2((g[r, n] - mean_z * terms[r, 2]) * (rstd_z * -LOG2_E) + terms[r, 3], fastmath=True)
+                    s = cute.arch.rcp_approx(1.0 + odds)
                     grad = incoming[c]
                     if const_expr(self.front):
+                        if const_expr(self.has_mask):
+                            grad = grad * of_pair[2, c]
                         # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
-                        grad = Float32(0.0) if of_pair[2, c] == 0.0 else grad * of_pair[2, c]
+                        grad = Float32(0.0) if of_pair[2, c] == 0.0 else grad
                     d_value = grad * s
-                    d_gate = d_value * value * (1.0 - s)
+                    d_gate = d_value * value
+                    d_gate = d_gate - d_gate * s
                     totals[r, 0], totals[r, 1] = totals[r, 0] + d_value, totals[r, 1] + d_gate
-                    both, rounded = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, self.dtype)
-                    both[0], both[1] = d_value * rstd_x, d_gate * rstd_z
+                    v[r, n], g[r, n] = d_value * rstd_x, d_gate * rstd_z
+                for t, x in ((0, v), (1, g)):
+                    both = cute.make_rmem_tensor(2, Float32)
+                    both[0], both[1] = x[r, 2 * j], x[r, 2 * j + 1]
+                    rounded = cute.make_tensor(operands[t].iterator + (2 * r + 4 * j), cute.make_layout(2))
                     rounded.store(both.load().to(self.dtype))
+                    # What the mean takes from the sum must be rounded as what it is taken from.
                     wide = widen_bf16(rounded)
-                    v[r, n], g[r, n] = wide[0], wide[1]
-                    means[r, 0], means[r, 1] = means[r, 0] + wide[0] * mean_x, means[r, 1] + wide[1] * mean_z
+                    for c in cutlass.range_constexpr(2):
+                        mean = of_pair[0, c] if const_expr(self.front or t == 1) else of_pair[2, c]
+                        means[r, t] = means[r, t] + wide[c] * mean
 
     @cute.jit
     def store(self, sum_v, sum_g, totals, means, mPlanes, mSums, where, tidx: Int32):

@@ -1,14 +1,16 @@
 """The triangle multiplicative update as workloads: what the tuner, the tests and the benchmarks run and check.
 
-One workload for each stage of `layout` (`FrontWorkload`, `ProductWorkload`, `BackWorkload`), and `OperatorWorkload` for the
-whole: any callable with the arguments of `tpf_jit.triangle_multiplication`, forward and backward. Outputs of stages are filled
-with NaN before a checked run, so an element that a kernel leaves out cannot pass.
+One workload for each stage of `layout` (`FoldWorkload`, `FrontWorkload`, `ProductWorkload`, `BackWorkload`), and
+`OperatorWorkload` for the whole: any callable with the arguments of `tpf_jit.triangle_multiplication`, forward and backward.
+References of front and back come from the weights as they were given, so an error in the folding is seen too. Outputs of stages
+are filled with NaN before a checked run, so an element that a kernel leaves out cannot pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +28,25 @@ SUM_BOUND = 1e-5
 """Of what stays in float32 from operands to result: sums over C, D or N products."""
 STATS_BOUND = 5e-6
 """Of mean and reciprocal deviation, float32 from z or x on."""
+TERMS_BOUND = 1e-6
+"""Of folded terms, float32 sums of C or D numbers."""
 
 
 class Roundings(NamedTuple):
     """How many independent roundings to the dtype, each as large as the result, a tensor may carry: its squared error is that of
-    so many. zn, LN(x) and the weights are rounded as operands of every projection, and a, b, x and their gradients when they are
-    stored, as are the gradients of values and gates; where gates are steep, as in trained models, their errors grow."""
+    so many. Front and back kernels round folded weights and what they leave. Of the whole update any implementation may be
+    judged: zn, LN(x) and the weights are rounded as operands of every projection, and a, b, x and their gradients when they are
+    stored, as are the gradients of values and gates. Where gates are steep, as in trained models, their errors grow."""
 
-    stage: float
+    front: float
+    back: float
     out: float
     gradients: float
 
 
-_USUAL = Roundings(4.5, 12.0, 15.0)
-ROUNDINGS = {"normal": _USUAL, "small": _USUAL, "trained_like": Roundings(6.5, 20.0, 240.0)}
-"""By family, from emulations of kernels that round just so (tests/unit/multiplication_emulation.py)."""
+_USUAL = Roundings(3.3, 3.5, 12.0, 15.0)
+ROUNDINGS = {"normal": _USUAL, "small": _USUAL, "trained_like": Roundings(3.8, 4.2, 20.0, 240.0)}
+"""By family, half as many again as the most seen in emulations that round just so (tests/unit/multiplication_emulation.py)."""
 
 
 class _StageWorkload:
@@ -53,8 +59,6 @@ class _StageWorkload:
         family, mask_pattern, projection_biases: of inputs, see `inputs`.
         num_ctas: the grid; the device's number of SMs by default (1 on a CPU).
     """
-
-    output = ""
 
     def __init__(
         self,
@@ -85,9 +89,8 @@ class _StageWorkload:
         return launch
 
     def run(self, kernel_fn: Callable[..., object], inputs: Any) -> dict[str, Tensor]:
-        """One launch into an output filled with NaN; without the columns that pad it to P, except where they must be zero."""
-        launch, output = self._bind(kernel_fn, inputs)
-        found = {self.output: output} if isinstance(output, Tensor) else output
+        """One launch into outputs filled with NaN; without the columns that pad them to P, except where they must be zero."""
+        launch, found = self._bind(kernel_fn, inputs)
         for x in found.values():
             x.fill_(math.nan)
         launch()
@@ -113,78 +116,96 @@ class _StageWorkload:
     def _element(self) -> int:
         return getattr(torch, self.shape.dtype).itemsize
 
-    def _bind(self, kernel_fn: Callable[..., object], inputs: Any) -> tuple[Callable[[], None], Tensor | dict[str, Tensor]]:
+    def _bind(self, kernel_fn: Callable[..., object], inputs: Any) -> tuple[Callable[[], None], dict[str, Tensor]]:
         raise NotImplementedError
 
 
-class _NormWorkload(_StageWorkload):
-    """What front and back share: in training, a second output `stats` `(B, N, N, 2)`, of the LayerNorm of z or of x.
+def exact_statistics(pairs: Tensor) -> Tensor:
+    """The float32 statistics of `(B, N, N, width)`, exact before their rounding; a batch element at a time."""
+    return torch.stack([layout.statistics(x.double(), EPS).float() for x in pairs])
 
-    Args:
-        with_stats: whether there is that output.
-        The rest as for every stage.
+
+class FoldWorkload(_StageWorkload):
+    """LayerNorms into projections. Inputs: weights. Outputs: `p_in`, `g_in`, `p_out`, `g_out`, `in_terms`, `out_terms`.
+
+    What is subtracted from projections is the sum of the rounded matrices, so that is what those terms are compared with.
     """
-
-    def __init__(self, *arguments: Any, with_stats: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.with_stats = with_stats
-
-    def _stats_empty(self, z: Tensor) -> Tensor | None:
-        return torch.empty((*z.shape[:3], 2), dtype=torch.float32, device=z.device) if self.with_stats else None
-
-    def _outputs(self, output: Tensor, stats: Tensor | None) -> dict[str, Tensor]:
-        return {self.output: output} if stats is None else {self.output: output, "stats": stats}
-
-    def _with_stats(self, ref: dict[str, Tensor], pairs: Tensor) -> dict[str, Tensor]:
-        """References, and mean and reciprocal deviation of every one of the `pairs` in float64 where they are asked for."""
-        if self.with_stats:
-            pairs = pairs.double()
-            ref["stats"] = torch.stack([pairs.mean(-1), (pairs.var(-1, correction=0) + EPS).rsqrt()], -1)
-        return ref
-
-    def _with_bounds(self, bounds: dict[str, float]) -> dict[str, float]:
-        return {**bounds, "stats": STATS_BOUND} if self.with_stats else bounds
-
-
-class FrontWorkload(_NormWorkload):
-    """LayerNorm, projections, gates and mask, channel-major. Output `factors` `(B, 2, D, N, P)`, whose padding must be zero."""
-
-    output = "factors"
 
     @property
     def bytes_per_set(self) -> int:
-        """Bytes of z, the mask and the factors; weights are shared by all tasks and small."""
-        mask = 4 * self._pairs() if self.shape.has_mask else 0
-        return self._element() * (self._pairs() * self.shape.channels + 2 * self._padded_pairs() * self.shape.hidden) + mask
+        """Bytes of the weights, read and folded."""
+        c, d = self.shape.channels, self.shape.hidden
+        return (getattr(torch, self.shape.weight_dtype).itemsize + self._element()) * c * (5 * d + c)
+
+    def make_inputs(self, seed: int) -> Weights:
+        """Weights of a call; a pure function of both seeds."""
+        shape = replace(self.shape, crop=1, batch=1, mask="none")  # z, which is drawn with them, is not used
+        return make_inputs(shape, self.device, self.seed + seed, self.family, None, self.projection_biases).weights
+
+    def reference(self, inputs: Weights) -> dict[str, Tensor]:
+        """The outputs in float64, with sums of matrices that are not rounded."""
+        return layout.fold(inputs, torch.float64)._asdict()
+
+    def errors(self, out: dict[str, Tensor], ref: dict[str, Tensor]) -> dict[str, float]:
+        """Relative RMS errors; of terms the largest of their columns'."""
+        found = {name: relative_rms(out[name], ref[name]) for name in ("p_in", "g_in", "p_out", "g_out")}
+        for name, matrices in (("in_terms", ("p_in", "g_in")), ("out_terms", ("p_out", "g_out"))):
+            sums = [out[matrix].double().sum(-1) for matrix in matrices]
+            wanted = torch.stack([sums[0], ref[name][:, 1], sums[1], ref[name][:, 3]])
+            found[name] = max(relative_rms(*column, exact_zeros=False) for column in zip(out[name].T, wanted, strict=True))
+        return found
+
+    def bounds(self) -> dict[str, float]:
+        """Largest accepted errors: one rounding of the matrices, none of the terms."""
+        c, d = self.shape.channels, self.shape.hidden
+        sizes = {"p_in": 2 * d * c, "g_in": 2 * d * c, "p_out": c * d, "g_out": c * c}
+        return {name: self._bound(1.5, size) for name, size in sizes.items()} | dict.fromkeys(
+            ("in_terms", "out_terms"), TERMS_BOUND
+        )
+
+    def _bind(self, kernel_fn: Callable[..., object], inputs: Weights) -> tuple[Callable[[], None], dict[str, Tensor]]:
+        folded = layout.folded_parts(inputs, *layout.folded_empty(inputs, getattr(torch, self.shape.dtype)))
+        arguments = (*layout.fold_operands(inputs, folded), self.num_ctas)
+        return lambda: kernel_fn(*arguments), folded._asdict()
+
+
+class FrontWorkload(_StageWorkload):
+    """Input projections, gates and mask, channel-major. Outputs `factors` `(B, 2, D, N, P)`, whose padding must be zero, and
+    `stats` `(B, N, N, 2)`, mean and reciprocal deviation of every pair of z."""
+
+    @property
+    def bytes_per_set(self) -> int:
+        """Bytes of z, the mask, the factors and the statistics; weights are shared by all tasks and small."""
+        small = self._pairs() * (12 if self.shape.has_mask else 8)
+        return self._element() * (self._pairs() * self.shape.channels + 2 * self._padded_pairs() * self.shape.hidden) + small
 
     def make_inputs(self, seed: int) -> Inputs:
         """A fresh set of inputs; a pure function of both seeds."""
         return self.make_call(seed)
 
     def reference(self, inputs: Inputs) -> dict[str, Tensor]:
-        """`factors` in float64, with zeros in the padding."""
+        """`factors`, with zeros in the padding, and `stats` in float64."""
         found = reference.factors(inputs.z, inputs.mask, inputs.weights, EPS)
         padding = layout.padded(self.shape.crop) - self.shape.crop
-        return self._with_stats({"factors": torch.nn.functional.pad(found, (0, padding))}, inputs.z)
+        return {"factors": torch.nn.functional.pad(found, (0, padding)), "stats": _statistics(inputs.z)}
 
     def errors(self, out: dict[str, Tensor], ref: dict[str, Tensor]) -> dict[str, float]:
         """As for every stage; the padding is judged by itself."""
         crop = self.shape.crop
-        if bool((out["factors"][..., crop:] != 0).any()):
-            return {"factors": math.inf}
+        padding = bool((out["factors"][..., crop:] != 0).any())
         # A line of zeros along k is one of a masked row: those must be exact, and a view along D would hide them.
-        found = {"factors": relative_rms(out["factors"][..., :crop], ref["factors"][..., :crop])}
-        return {**found, "stats": relative_rms(out["stats"], ref["stats"])} if self.with_stats else found
+        factors = math.inf if padding else relative_rms(out["factors"][..., :crop], ref["factors"][..., :crop])
+        return {"factors": factors, "stats": relative_rms(out["stats"], ref["stats"])}
 
     def bounds(self) -> dict[str, float]:
-        """Largest accepted error."""
-        return self._with_bounds({"factors": self._bound(self._roundings().stage, 2 * self._pairs() * self.shape.hidden)})
+        """Largest accepted errors."""
+        return {"factors": self._bound(self._roundings().front, 2 * self._pairs() * self.shape.hidden), "stats": STATS_BOUND}
 
     def _bind(self, kernel_fn: Callable[..., object], inputs: Inputs) -> tuple[Callable[[], None], dict[str, Tensor]]:
-        operands = layout.prepare(inputs.z, inputs.mask, inputs.weights)
-        output, stats = layout.factors_empty(operands.z, self.shape.hidden), self._stats_empty(operands.z)
-        arguments = (*operands.front(output), stats, EPS, self.num_ctas)
-        return lambda: kernel_fn(*arguments), self._outputs(output, stats)
+        operands = layout.prepare(inputs.z, inputs.mask, layout.fold(inputs.weights, inputs.z.dtype))
+        factors, stats = layout.factors_empty(operands.z, self.shape.hidden), layout.stats_empty(operands.z)
+        arguments = (*operands.front(factors, stats), EPS, self.num_ctas)
+        return lambda: kernel_fn(*arguments), {"factors": factors, "stats": stats}
 
 
 class ProductWorkload(_StageWorkload):
@@ -194,8 +215,6 @@ class ProductWorkload(_StageWorkload):
         product: "nt", "tn" or "nn", see `layout`; by default the contraction of the shape's direction.
         The rest as for every stage.
     """
-
-    output = "out"
 
     def __init__(self, *arguments: Any, product: str | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -228,56 +247,65 @@ class ProductWorkload(_StageWorkload):
         roundings = 0.0 if self.shape.dtype == "float16" else 1.5
         return {"out": self._bound(roundings, self._pairs() * self.shape.hidden)}
 
-    def _bind(self, kernel_fn: Callable[..., object], inputs: Tensor) -> tuple[Callable[[], None], Tensor]:
+    def _bind(self, kernel_fn: Callable[..., object], inputs: Tensor) -> tuple[Callable[[], None], dict[str, Tensor]]:
         batch, _, hidden, crop, pitch = inputs.shape
         dtype = layout.contraction_dtype(inputs.dtype)
         output = torch.empty((batch, hidden, crop, pitch), dtype=dtype, device=inputs.device)
-        return lambda: kernel_fn(inputs[:, 0], inputs[:, 1], output, self.num_ctas), output
+        return lambda: kernel_fn(inputs[:, 0], inputs[:, 1], output, self.num_ctas), {"out": output}
 
 
-class BackWorkload(_NormWorkload):
-    """LayerNorm of x, output projection, output gate, residual (z itself, if asked for). Inputs `(call, x)`; output `out`."""
+class BackWorkload(_StageWorkload):
+    """Output projection, output gate, residual (z itself, if asked for). Inputs `(call, z_stats, x)`; output `out`, and in
+    training `stats` `(B, N, N, 2)`, mean and reciprocal deviation of every pair of x.
 
-    output = "out"
+    Args:
+        with_residual, with_stats: whether there is that operand, that output.
+        The rest as for every stage.
+    """
 
-    def __init__(self, *arguments: Any, with_residual: bool = False, **options: Any) -> None:
+    def __init__(self, *arguments: Any, with_residual: bool = False, with_stats: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.with_residual = with_residual
+        self.with_stats = with_stats
 
     @property
     def bytes_per_set(self) -> int:
-        """Bytes of z, x and out."""
+        """Bytes of z, its statistics, x and out."""
         kept = layout.contraction_dtype(getattr(torch, self.shape.dtype)).itemsize
-        return 2 * self._element() * self._pairs() * self.shape.channels + kept * self._padded_pairs() * self.shape.hidden
+        each = 2 * self._element() * self.shape.channels + 8
+        return each * self._pairs() + kept * self._padded_pairs() * self.shape.hidden
 
-    def make_inputs(self, seed: int) -> tuple[Inputs, Tensor]:
-        """A call and its contraction `(B, D, N, P)`, rounded as it is kept; a pure function of both seeds."""
+    def make_inputs(self, seed: int) -> tuple[Inputs, Tensor, Tensor]:
+        """A call, the statistics of its z, and its contraction `(B, D, N, P)`, rounded as it is kept; a pure function of both
+        seeds."""
         call = self.make_call(seed)
         ab = reference.factors(call.z, call.mask, call.weights, EPS, torch.float32)
         made = layout.contraction_empty(call.z, self.shape.hidden).zero_()
         made[..., : self.shape.crop] = reference.contract(ab, self.shape.direction)
-        return call, made
+        return call, exact_statistics(call.z), made
 
-    def reference(self, inputs: tuple[Inputs, Tensor]) -> dict[str, Tensor]:
-        """`out` in float64."""
-        call, x = inputs
-        residual = call.z if self.with_residual else None
+    def reference(self, inputs: tuple[Inputs, Tensor, Tensor]) -> dict[str, Tensor]:
+        """`out`, and in training `stats`, in float64."""
+        call, _, x = inputs
         x = x[..., : self.shape.crop]
-        return self._with_stats({"out": reference.back(call.z, x, call.weights, EPS, residual)}, x.permute(0, 2, 3, 1))
+        found = {"out": reference.back(call.z, x, call.weights, EPS, call.z if self.with_residual else None)}
+        return found | ({"stats": _statistics(x.permute(0, 2, 3, 1))} if self.with_stats else {})
 
     def bounds(self) -> dict[str, float]:
-        """Largest accepted error."""
-        return self._with_bounds({"out": self._bound(self._roundings().stage, self._pairs() * self.shape.channels)})
+        """Largest accepted errors."""
+        found = {"out": self._bound(self._roundings().back, self._pairs() * self.shape.channels)}
+        return found | ({"stats": STATS_BOUND} if self.with_stats else {})
 
     def _bind(
-        self, kernel_fn: Callable[..., object], inputs: tuple[Inputs, Tensor]
+        self, kernel_fn: Callable[..., object], inputs: tuple[Inputs, Tensor, Tensor]
     ) -> tuple[Callable[[], None], dict[str, Tensor]]:
-        call, x = inputs
-        operands = layout.prepare(call.z, None, call.weights)
-        output = torch.empty(call.z.shape, dtype=call.z.dtype, device=call.z.device)
-        stats = self._stats_empty(call.z)
-        arguments = (*operands.back(x, operands.z if self.with_residual else None, output), stats, EPS, self.num_ctas)
-        return lambda: kernel_fn(*arguments), self._outputs(output, stats)
+        call, z_stats, x = inputs
+        operands = layout.prepare(call.z, None, layout.fold(call.weights, call.z.dtype))
+        out = torch.empty(call.z.shape, dtype=call.z.dtype, device=call.z.device)
+        stats = layout.stats_empty(call.z) if self.with_stats else None
+        residual = operands.z if self.with_residual else None
+        arguments = (*operands.back(z_stats, x, residual, out, stats), EPS, self.num_ctas)
+        return lambda: kernel_fn(*arguments), {"out": out} | ({} if stats is None else {"stats": stats})
 
 
 class OperatorWorkload(_StageWorkload):
@@ -289,8 +317,6 @@ class OperatorWorkload(_StageWorkload):
         training: whether to also run the backward.
         The rest as for the stages.
     """
-
-    output = "out"
 
     def __init__(self, *arguments: Any, training: bool = True, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -348,6 +374,12 @@ class OperatorWorkload(_StageWorkload):
             return {"out": out}
         out.backward(inputs.grad_out)
         return {"out": out.detach()} | _named(z.grad, Weights(*(None if x is None else x.grad for x in weights)))
+
+
+def _statistics(pairs: Tensor) -> Tensor:
+    """Mean and reciprocal deviation of `(B, N, N, width)` in float64."""
+    pairs = pairs.double()
+    return torch.stack([pairs.mean(-1), (pairs.var(-1, correction=0) + EPS).rsqrt()], -1)
 
 
 def _named(dz: Tensor, grads: Weights) -> dict[str, Tensor]:

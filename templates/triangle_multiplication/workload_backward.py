@@ -20,7 +20,7 @@ from tpf_jit.templates.triangle_attention.workload import relative_rms
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward, reference
 from tpf_jit.templates.triangle_multiplication.inputs import Inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
-from tpf_jit.templates.triangle_multiplication.workload import EPS, _StageWorkload
+from tpf_jit.templates.triangle_multiplication.workload import EPS, _StageWorkload, exact_statistics
 
 PADDING = 1e30
 """In dfactors' columns from N on: kernels may read it, but it may reach nothing."""
@@ -154,11 +154,11 @@ class _BackGradientWorkload(_BackwardWorkload):
         """A fresh set of inputs; a pure function of both seeds."""
         call = self.make_call(seed, with_grad_out=True)
         x = _forward(call, self.shape.direction)[1]
-        return BackInputs(call, _statistics(call.z), x, _statistics(_channels_last(x, self.shape.crop)))
+        return BackInputs(call, exact_statistics(call.z), x, exact_statistics(_channels_last(x, self.shape.crop)))
 
     def _operands(self, inputs: BackInputs) -> tuple[Tensor, ...]:
         call = inputs.call
-        folded = layout_backward.fold(call.weights, call.z.dtype)
+        folded = layout.fold(call.weights, call.z.dtype)
         z, dout = layout.pair_operand(call.z), layout.pair_operand(call.grad_out)
         return z, inputs.z_stats, inputs.x, inputs.x_stats, dout, folded.p_out, folded.g_out, folded.out_terms
 
@@ -240,12 +240,12 @@ class _FrontGradientWorkload(_BackwardWorkload):
         made = torch.full_like(factors, PADDING)
         pair = (dx @ b, dx.mT @ a) if self.shape.direction == "outgoing" else (b @ dx.mT, a @ dx)
         made[..., :crop] = torch.stack(pair, 1)
-        return FrontInputs(call, _statistics(call.z), made, dzn.to(call.z.dtype))
+        return FrontInputs(call, exact_statistics(call.z), made, dzn.to(call.z.dtype))
 
     def _operands(self, inputs: FrontInputs, *between: Tensor) -> tuple[Tensor | None, ...]:
         """Up to the terms; `between` follows dfactors."""
         call = inputs.call
-        folded = layout_backward.fold(call.weights, call.z.dtype)
+        folded = layout.fold(call.weights, call.z.dtype)
         z, mask = layout.pair_operand(call.z), layout.mask_buffer(call.mask, call.z)
         return z, inputs.z_stats, mask, inputs.dfactors, *between, folded.p_in, folded.g_in, folded.in_terms
 
@@ -326,11 +326,6 @@ def _forward(call: Inputs, direction: str) -> tuple[Tensor, Tensor]:
     return factors, x
 
 
-def _statistics(pairs: Tensor) -> Tensor:
-    """The float32 statistics of `(B, N, N, width)`, exact before their rounding; a batch element at a time."""
-    return torch.stack([layout_backward.statistics(x.double(), EPS).float() for x in pairs])
-
-
 def _back_gradient(call: Inputs, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`dx` `(B, D, N, N)` and `dzn` `(B, N, N, C)` in `dtype`."""
     w = _cast(call.weights, dtype)
@@ -379,7 +374,7 @@ def _channels_last(x: Tensor, crop: int) -> Tensor:
 
 
 def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    mean, rstd = layout_backward.statistics(x, EPS).split(1, -1)
+    mean, rstd = layout.statistics(x, EPS).split(1, -1)
     return (x - mean) * rstd, rstd
 
 

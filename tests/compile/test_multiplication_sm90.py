@@ -32,18 +32,27 @@ def resources_of(template, shape: TriangleMultiplicationShape, **flags: bool) ->
 
 
 @pytest.mark.parametrize("channels, hidden", WIDTHS)
-@pytest.mark.parametrize("mask, bias", [("none", False), ("bool", True)])
-def test_front(channels: int, hidden: int, mask: str, bias: bool) -> None:
+@pytest.mark.parametrize("mask", ["none", "bool"])
+def test_front(channels: int, hidden: int, mask: str) -> None:
     shape = TriangleMultiplicationShape(384, channels, hidden, mask=mask)
     # Values and gates, over all channels of z.
-    assert resources_of(FRONT, shape, bias=bias)["hgmma"] == 2 * channels // 16
+    assert resources_of(FRONT, shape)["hgmma"] == 2 * channels // 16
 
 
 @pytest.mark.parametrize("channels, hidden", WIDTHS)
-@pytest.mark.parametrize("bias, residual", [(False, False), (True, True)])
-def test_back(channels: int, hidden: int, bias: bool, residual: bool) -> None:
+@pytest.mark.parametrize("stats, residual", [(False, False), (True, True)])
+def test_back(channels: int, hidden: int, stats: bool, residual: bool) -> None:
     shape = TriangleMultiplicationShape(384, channels, hidden)
-    assert resources_of(BACK, shape, bias=bias, residual=residual)["hgmma"] == (channels + hidden) // 16
+    assert resources_of(BACK, shape, stats=stats, residual=residual)["hgmma"] == (channels + hidden) // 16
+
+
+@pytest.mark.parametrize("channels, hidden", WIDTHS)
+@pytest.mark.parametrize("weight_dtype, bias", [("float32", False), ("bfloat16", True)])
+def test_fold(channels: int, hidden: int, weight_dtype: str, bias: bool) -> None:
+    template = get("triangle_multiplication_fold_sm90")
+    shape = TriangleMultiplicationShape(384, channels, hidden, weight_dtype=weight_dtype)
+    resources = compile_kernel(KernelSpec.make(template, shape, template.default(shape), bias=bias)).resources
+    assert resources["spill_bytes"] == 0 and resources["threads"] == 256
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -58,9 +67,9 @@ def products_of(name: str, template, shape: TriangleMultiplicationShape) -> int:
     """wgmma instructions of one step: the projections' depth, then that of what is made of their results."""
     config, channels, hidden = template.default(shape), shape.channels, shape.hidden
     if name == "front_weights":
-        return 2 * channels // 16 + 2 * config.tile_n // 16
+        return config.tiles * (2 * channels // 16 + 2 * config.tile_n // 16)
     if name == "back_weights":
-        return (channels + hidden) // 16 + 2 * config.tile_n // 16
+        return config.tiles * ((channels + hidden) // 16 + 2 * config.tile_n // 16)
     if name == "front_backward":
         return 2 * channels // 16 + 2 * config.tile_h // 16
     gates = channels // 16 * template.passes(channels, hidden)
@@ -74,13 +83,23 @@ def test_backward(name: str, channels: int, hidden: int) -> None:
     config = template.default(shape)
     resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
     # 256 channels leave no register for a few addresses; the others fit, but for a step of 64 pairs of the weight gradients.
-    assert resources["spill_bytes"] <= (192 if channels == 256 or name.endswith("weights") else 0), resources
+    assert resources["spill_bytes"] <= (400 if channels == 256 else 256 if name.endswith("weights") else 0), resources
     assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], resources["ptxas_notes"]
     assert resources["hgmma"] == products_of(name, template, shape)
     assert resources["utmaldg"] > 0 and (resources["utmastg"] > 0) == (not name.endswith("weights"))
     estimate = template.resources(shape, config)
     assert resources["threads"] == estimate.threads
     assert estimate.smem_bytes - 8192 <= resources["smem_bytes"] <= estimate.smem_bytes
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_every_configuration_compiles(name: str) -> None:
+    """None serialises its products, whether weights stay or come again, whether a step is one tile or two."""
+    template, shape = BACKWARD[name], TriangleMultiplicationShape(384)
+    for config in template.space(shape)[:: 1 if name.endswith("weights") else 4]:
+        resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
+        assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], (config, resources["ptxas_notes"])
+        assert resources["spill_bytes"] <= 192, (config, resources["spill_bytes"])
 
 
 def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:

@@ -16,6 +16,7 @@ from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES
 from tpf_jit.templates.triangle_multiplication.workload import (
     BackWorkload,
+    FoldWorkload,
     FrontWorkload,
     OperatorWorkload,
     ProductWorkload,
@@ -60,13 +61,22 @@ def agree(workload, function) -> None:
 def test_stages(fields: dict, family: str, more: bool) -> None:
     shape = TriangleMultiplicationShape(**fields)
     options = dict(family=family, projection_biases=more)
-    back_flags = (("bias", more), ("residual", more), ("stats", more))
+    back_flags = (("residual", more), ("stats", more))
     for workload, direction, flags in (
-        (FrontWorkload(shape, DEVICE, with_stats=more, **options), "front", (("bias", more), ("stats", more))),
+        (FoldWorkload(shape, DEVICE, **options), "fold", (("bias", more),)),
+        (FrontWorkload(shape, DEVICE, **options), "front", ()),
         *((ProductWorkload(shape, DEVICE, product=name, **options), f"product_{name}", ()) for name in ("nt", "tn", "nn")),
         (BackWorkload(shape, DEVICE, with_residual=more, with_stats=more, **options), "back", back_flags),
     ):
         agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
+
+
+@pytest.mark.parametrize("channels, hidden", [(128, 128), (96, 160), (32, 64), (512, 512)])
+@pytest.mark.parametrize("biases", [False, True])
+def test_folding_bf16_weights(channels: int, hidden: int, biases: bool) -> None:
+    shape = TriangleMultiplicationShape(8, channels, hidden, weight_dtype="bfloat16")
+    workload = FoldWorkload(shape, DEVICE, family="trained_like", projection_biases=biases)
+    agree(workload, kernels.get_kernel(f"{shape.op}/fold", shape, (("bias", biases),)).function)
 
 
 BACKWARD = {
@@ -89,10 +99,11 @@ def test_backward_stages(fields: dict, family: str, direction: str) -> None:
 
 
 @pytest.mark.parametrize("channels", [128, 256])
-@pytest.mark.parametrize("name", ["front", "product_nt", "product_tn", "product_nn", "back", *BACKWARD])
+@pytest.mark.parametrize("name", ["fold", "front", "product_nt", "product_tn", "product_nn", "back", *BACKWARD])
 def test_every_configuration(name: str, channels: int) -> None:
     template = registry.get(f"triangle_multiplication_{name}_sm90")
-    shape = TriangleMultiplicationShape(100, channels, mask="bool")
+    # Several tiles for every CTA.
+    shape = TriangleMultiplicationShape(300, channels, mask="bool")
     workload = template.workload(shape, DEVICE)
     for config in template.space(shape):
         if hasattr(workload, "configure"):

@@ -52,10 +52,10 @@ def gradients(
     """dz and the gradients of the weights; `kept` are factors `(B, 2, D, N, P)` and x `(B, D, N, P)` as the forward left them."""
     factors, x = kept
     hidden, wide = weights.hidden, _rounding(z)
-    z_stats, x_stats = (layout_backward.stats_empty(z) for _ in range(2))
-    z_stats.copy_(layout_backward.statistics(wide(z), eps))
-    x_stats.copy_(layout_backward.statistics(_pairs(x, z), eps))
-    folded, keep = layout_backward.fold(weights, z.dtype), None if mask is None else layout.mask_buffer(mask, z)
+    z_stats, x_stats = (layout.stats_empty(z) for _ in range(2))
+    z_stats.copy_(layout.statistics(wide(z), eps))
+    x_stats.copy_(layout.statistics(_pairs(x, z), eps))
+    folded, keep = layout.fold(weights, z.dtype), None if mask is None else layout.mask_buffer(mask, z)
     back = (z, z_stats, x, x_stats, grad_out, folded.p_out, folded.g_out, folded.out_terms)
     dx, dzn, dz = torch.empty_like(x), layout_backward.pair_empty(z), layout_backward.pair_empty(z)
     back_planes = layout_backward.back_planes_empty(z, hidden, splits)
@@ -98,7 +98,8 @@ def _pairs(x: Tensor, z: Tensor) -> Tensor:
     return _rounding(z)(x[..., : z.shape[1]].permute(0, 2, 3, 1))
 
 
-def _projected(pairs: Tensor, stats: Tensor, matrix: Tensor, terms: Tensor) -> Tensor:
+def projected(pairs: Tensor, stats: Tensor, matrix: Tensor, terms: Tensor) -> Tensor:
+    """A projection of normalised pairs from folded weights."""
     mean, rstd = stats.split(1, -1)
     return rstd * (pairs @ matrix.to(pairs.dtype).T - mean * terms[:, 0]) + terms[:, 1]
 
@@ -106,15 +107,15 @@ def _projected(pairs: Tensor, stats: Tensor, matrix: Tensor, terms: Tensor) -> T
 def _back(z, z_stats, x, x_stats, dout, p_out, g_out, terms) -> tuple[Tensor, Tensor, Tensor]:
     """dh, dg, and x as pairs."""
     wide, pairs = _rounding(z), _pairs(x, z)
-    h = _projected(pairs, x_stats, p_out, terms[:, :2])
-    s = _projected(wide(z), z_stats, g_out, terms[:, 2:]).sigmoid()
+    h = projected(pairs, x_stats, p_out, terms[:, :2])
+    s = projected(wide(z), z_stats, g_out, terms[:, 2:]).sigmoid()
     return wide(dout) * s, wide(dout) * h * s * (1 - s), pairs
 
 
 def _front(z, z_stats, mask, dfactors, p_in, g_in, terms) -> tuple[Tensor, Tensor]:
     """dp and dg."""
-    p = _projected(_rounding(z)(z), z_stats, p_in, terms[:, :2])
-    s = _projected(_rounding(z)(z), z_stats, g_in, terms[:, 2:]).sigmoid()
+    p = projected(_rounding(z)(z), z_stats, p_in, terms[:, :2])
+    s = projected(_rounding(z)(z), z_stats, g_in, terms[:, 2:]).sigmoid()
     grad = _pairs(dfactors.flatten(1, 2), z)
     if mask is not None:
         assert mask.dtype == torch.float32 and mask.is_contiguous()

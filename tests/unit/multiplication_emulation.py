@@ -1,25 +1,30 @@
 """The stages of the triangle multiplicative update as PyTorch functions with the kernels' calling conventions and roundings.
 
-Operands of products are rounded to 16 bits, sums are float32, and what a stage leaves is rounded once. `operator` is the whole
-update as three such kernels would compute it, differentiable, with the same roundings of gradients on the way back.
+Folded weights are rounded to 16 bits, z and x are multiplied as they are, everything else is float32, and what a stage leaves is
+rounded once. For a float64 z nothing is rounded. `operator` is the whole update as any implementation on tensor cores may compute
+it, differentiable: every operand of a product is rounded, zn and LN(x) too, and gradients on the way back just so.
 """
 
 from __future__ import annotations
 
 import multiplication_backward_emulation
 import torch
+from multiplication_backward_emulation import projected
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from tpf_jit.ops import routing
-from tpf_jit.templates.triangle_multiplication import layout_backward
+from tpf_jit.templates.triangle_multiplication import layout
 from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, padded
 
 
-def check_operands(z: Tensor, *vectors: Tensor | None) -> None:
+def check_operands(z: Tensor, matrices: tuple[Tensor, ...], terms: Tensor, *stats: Tensor | None) -> None:
     assert z.dtype in (torch.bfloat16, torch.float16, torch.float64) and z.stride(-1) == 1 and z.data_ptr() % 16 == 0
     assert all(step > 0 and step % 8 == 0 for step in z.stride()[:-1])
-    assert all(x is None or x.dtype == torch.float32 and x.is_contiguous() and x.dim() == 1 for x in vectors)
+    assert all(x.dtype == z.dtype and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in matrices)
+    assert terms.dtype == wide(z).dtype and terms.is_contiguous() and terms.shape == (matrices[0].shape[0], 4)
+    for x in stats:
+        assert x is None or x.shape == (*z.shape[:3], 2) and x.dtype == terms.dtype and x.is_contiguous()
 
 
 def wide(x: Tensor | None) -> Tensor | None:
@@ -27,19 +32,39 @@ def wide(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.dtype == torch.float64 else x.float()
 
 
-def front(z, mask, norm_weight, norm_bias, p_weight, p_bias, g_weight, g_bias, factors, stats, eps, num_ctas) -> None:
-    check_operands(z, norm_weight, norm_bias, p_bias, g_bias)
-    assert p_weight.dtype == g_weight.dtype == factors.dtype == z.dtype and num_ctas >= 1
+def fold(
+    p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, p_in_bias, g_in_bias, p_out_bias, g_out_bias,
+    f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms, num_ctas,
+) -> None:  # fmt: skip
+    vectors = (norm_in_w, norm_in_b, norm_out_w, norm_out_b, p_in_bias, g_in_bias, p_out_bias, g_out_bias)
+    given = (*vectors[:4], *(x for x in vectors[4:] if x is not None))
+    assert p_in.dtype in (torch.float32, torch.bfloat16) and len(given) in (4, 8) and num_ctas >= 1
+    assert all(x.dtype == p_in.dtype for x in (g_in, p_out, g_out)) and all(x.dtype == torch.float32 for x in given)
+    filled = (f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms)
+    assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (p_in, g_in, p_out, g_out, *given, *filled))
+    for matrix, folded, (scale, shift), bias, terms in (
+        (p_in, f_p_in, vectors[:2], p_in_bias, in_terms[:, :2]), (g_in, f_g_in, vectors[:2], g_in_bias, in_terms[:, 2:]),
+        (p_out, f_p_out, vectors[2:4], p_out_bias, out_terms[:, :2]), (g_out, f_g_out, vectors[:2], g_out_bias, out_terms[:, 2:]),
+    ):  # fmt: skip
+        assert matrix.shape == folded.shape and terms.shape == (matrix.shape[0], 2)
+        matrix = matrix.to(terms.dtype)
+        folded.copy_(matrix * scale)
+        terms[:, 0] = folded.to(terms.dtype).sum(-1)
+        terms[:, 1] = matrix @ shift.to(terms.dtype) + (0.0 if bias is None else bias)
+
+
+def front(z, mask, p_in, g_in, in_terms, factors, z_stats, eps, num_ctas) -> None:
+    check_operands(z, (p_in, g_in), in_terms, z_stats)
+    assert factors.dtype == z.dtype and z_stats is not None and num_ctas >= 1
     batch, _, hidden, crop, pitch = factors.shape
-    assert pitch == padded(crop) and factors.is_contiguous() and p_weight.shape == (2 * hidden, z.shape[-1])
-    zn = _normed(wide(z), norm_weight, norm_bias, eps, z.dtype)
-    both = _linear(zn, p_weight, p_bias) * _linear(zn, g_weight, g_bias).sigmoid()
+    assert pitch == padded(crop) and factors.is_contiguous() and p_in.shape == g_in.shape == (2 * hidden, z.shape[-1])
+    z_stats.copy_(layout.statistics(wide(z), eps))
+    both = projected(wide(z), z_stats, p_in, in_terms[:, :2]) * projected(wide(z), z_stats, g_in, in_terms[:, 2:]).sigmoid()
     if mask is not None:
         check_mask(mask, z)
         both = both * mask.unsqueeze(-1)
     factors.zero_()
     factors[..., :crop] = both.permute(0, 3, 1, 2).unflatten(1, (2, hidden))
-    _leave_stats(stats, wide(z), eps)
 
 
 def product_nt(left, right, out, num_ctas) -> None:
@@ -64,37 +89,16 @@ def _store(out: Tensor, left: Tensor, right: Tensor, found: Tensor) -> None:
     out[..., crop:] = 0
 
 
-def back(
-    z, x, norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias, p_weight, p_bias, g_weight, g_bias, residual, out, stats,
-    eps, num_ctas,
-) -> None:  # fmt: skip
-    check_operands(z, norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias, p_bias, g_bias)
-    assert x.dtype == contraction_dtype(z.dtype) and out.dtype == p_weight.dtype == g_weight.dtype == z.dtype
-    zn = _normed(wide(z), norm_in_weight, norm_in_bias, eps, z.dtype)
-    pairs = _pairs(x)
-    y = _normed(pairs, norm_out_weight, norm_out_bias, eps, z.dtype)
-    update = _linear(y, p_weight, p_bias) * _linear(zn, g_weight, g_bias).sigmoid()
-    _leave_stats(stats, pairs, eps)
+def back(z, z_stats, x, p_out, g_out, out_terms, residual, out, x_stats, eps, num_ctas) -> None:
+    check_operands(z, (p_out, g_out), out_terms, z_stats, x_stats)
+    assert x.dtype == contraction_dtype(z.dtype) and x.is_contiguous() and out.dtype == z.dtype and num_ctas >= 1
+    pairs = wide(x[..., : x.shape[2]].permute(0, 2, 3, 1))
+    stats = layout.statistics(pairs, eps)
+    value = projected(pairs, stats, p_out, out_terms[:, :2])
+    update = value * projected(wide(z), z_stats, g_out, out_terms[:, 2:]).sigmoid()
+    if x_stats is not None:
+        x_stats.copy_(stats)
     out.copy_(update if residual is None else wide(residual) + update)
-
-
-def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return wide(layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """(B, N, N, width) of a channel-major (B, width, N, P)."""
-    return wide(x[..., : x.shape[2]].permute(0, 2, 3, 1))
-
-
-def _leave_stats(stats: Tensor | None, pairs: Tensor, eps: float) -> None:
-    if stats is not None:
-        assert stats.shape == (*pairs.shape[:3], 2) and stats.dtype == pairs.dtype and stats.is_contiguous()
-        stats.copy_(layout_backward.statistics(pairs, eps))
 
 
 def check_mask(mask: Tensor | None, z: Tensor) -> None:
@@ -143,7 +147,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def operator(z: Tensor, direction: str, mask: Tensor | None, *, eps: float, **named: Tensor | None) -> Tensor:
-    """The update of a 16-bit z as kernels would compute it."""
+    """The update of a 16-bit z with all roundings that an implementation may have."""
     w, dtype, stored = Weights(**named), z.dtype, contraction_dtype(z.dtype)
 
     def operand(x: Tensor) -> Tensor:
@@ -152,17 +156,17 @@ def operator(z: Tensor, direction: str, mask: Tensor | None, *, eps: float, **na
     def affine(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.float()
 
-    def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Gradient.apply(linear(x, operand(weight), affine(bias)), dtype)
 
     zn = _Once.apply(layer_norm(z.float(), z.shape[-1:], affine(w.norm_in_weight), affine(w.norm_in_bias), eps), dtype)
-    both = projected(zn, w.p_in_weight, w.p_in_bias) * projected(zn, w.g_in_weight, w.g_in_bias).sigmoid()
+    both = linear_of(zn, w.p_in_weight, w.p_in_bias) * linear_of(zn, w.g_in_weight, w.g_in_bias).sigmoid()
     both = both if mask is None else both * mask.unsqueeze(-1)
     a, b = _Rounded.apply(both, dtype).chunk(2, -1)
     formula = "bikd,bjkd->bijd" if direction == "outgoing" else "bkid,bkjd->bijd"
     x = _Rounded.apply(torch.einsum(formula, a, b), stored)
     y = _Once.apply(layer_norm(x, x.shape[-1:], affine(w.norm_out_weight), affine(w.norm_out_bias), eps), dtype)
-    return (projected(y, w.p_out_weight, w.p_out_bias) * projected(zn, w.g_out_weight, w.g_out_bias).sigmoid()).to(dtype)
+    return (linear_of(y, w.p_out_weight, w.p_out_bias) * linear_of(zn, w.g_out_weight, w.g_out_bias).sigmoid()).to(dtype)
 
 
 class _Once(torch.autograd.Function):

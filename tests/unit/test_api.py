@@ -156,6 +156,7 @@ def test_is_supported_says_what_the_call_does(hopper) -> None:
 def test_is_supported_refuses_half_a_call() -> None:
     q, k, *_ = tensors()
     assert "v: got NoneType" in api.is_supported(q, k)[1]
+    assert "q: got Tensor; allowed: a shape alone" in api.is_supported(q)[1] and "z with p_in_weight" in api.is_supported(q)[1]
     with pytest.raises(InvalidInput, match="shape alone"):
         api.explain(SHAPE, q)
     with pytest.raises(InvalidInput, match="^q: got int"):
@@ -219,12 +220,16 @@ def test_compile_of_several_shares_kernels_and_uses_workers(store) -> None:
 
 
 def test_compile_takes_presets_keys_and_files(tmp_path) -> None:
-    assert [kernel.shape for kernel in api.compile("protenix")] == preset("protenix")
+    compiled = [kernel.shape for kernel in api.compile("protenix")]
+    assert list(dict.fromkeys(compiled)) == preset("protenix")
+    of_multiplications = [shape for shape in compiled if isinstance(shape, TriangleMultiplicationShape)]
+    several = len(multiplication_routing.usual_variants(of_multiplications[0]))
+    assert len(of_multiplications) == several * len(set(of_multiplications))
     assert api.compile(SHAPE.key()).shape == SHAPE
     path = tmp_path / "mine.json"
     path.write_text('{"shapes": [{"crop": 64}]}', encoding="utf-8")
     assert [kernel.shape.crop for kernel in api.compile(path)] == [64]
-    assert [kernel.shape for kernel in api.compile(["boltz2", SHAPE])] == [*preset("boltz2"), SHAPE]
+    assert list(dict.fromkeys(kernel.shape for kernel in api.compile(["boltz2", SHAPE]))) == [*preset("boltz2"), SHAPE]
     with pytest.raises(InvalidInput, match="openfold3"):
         api.compile("openfold9")
     with pytest.raises(InvalidInput, match="^problem: got int"):
@@ -249,6 +254,19 @@ def test_compile_with_residual_is_another_kernel() -> None:
     assert api.compile(SHAPE).spec != api.compile(SHAPE, residual=True).spec
     with pytest.raises(InvalidInput, match="forward_training"):
         api.compile(SHAPE, template="triangle_attention_forward_sm90", residual=True)
+
+
+def test_compile_with_residual_takes_the_statistics_of_a_multiplication() -> None:
+    def stats(compiled) -> list[bool]:
+        return [bool(dict(kernel.spec.variant).get("stats")) for kernel in compiled]
+
+    usual, kept = (api.compile(TriangleMultiplicationShape(96), residual=flag) for flag in (False, True))
+    assert not any(stats(usual)) and stats(kept)[-2:] == [True, True], "back, with and without a residual"
+    wide = api.compile(TriangleMultiplicationShape(96, 512), residual=True)
+    assert not any(stats(wide)), "its backward is PyTorch's"
+    trained = api.compile(TriangleMultiplicationShape(96), residual=True, training=True)
+    assert [kernel.spec for kernel in trained[: len(kept)]] == [kernel.spec for kernel in kept]
+    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 6
 
 
 def test_compile_refuses_other_architectures() -> None:
@@ -378,24 +396,31 @@ def test_warmup_launches_every_kernel_once(cuda_of_cpu, store) -> None:
 
 
 def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, monkeypatch) -> None:
-    seen = []
+    seen, last = [], []
 
     def function_of(spec, store=None):
         def launch(*arguments) -> None:
             emulated = getattr(multiplication_emulation, kernels.registry.get(spec.template).direction)
             emulated(*arguments)
-            seen.append((spec.template, arguments[0].shape, arguments[10] is not None if len(arguments) == 15 else None))
+            last[:] = [arguments]
+            seen.append((spec.template, arguments[0].shape, arguments[6] is not None if len(arguments) == 11 else None))
 
         return kernels._functions.setdefault(spec, launch)
 
     monkeypatch.setattr(kernels, "function_of", function_of)
     warmed = api.warmup(TriangleMultiplicationShape(2048, 32, 64))
     assert [kernel.spec.template.removeprefix("triangle_multiplication_") for kernel in warmed] == [
-        "front_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
+        "fold_sm90", "front_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
     ]
-    assert len(seen) == 4 and [residual for *_, residual in seen[2:]] == [False, True]
-    assert all(max(shape) <= 64 for _, shape, _ in seen)
-    assert len(api.compile(TriangleMultiplicationShape(384))) == 4
+    assert len(seen) == 5 and [residual for *_, residual in seen[3:]] == [False, True]
+    assert all(max(shape) <= 64 for _, shape, _ in seen[1:])
+    for family, flags, place in (
+        (multiplication_routing.FOLD, multiplication_routing.fold_flags(True), 8),
+        (multiplication_routing.BACK, multiplication_routing.back_flags(True, True), 8),
+    ):
+        api._launch_once(kernels.get_kernel(family, TriangleMultiplicationShape(64, 32), flags), torch.device("cpu"))
+        assert last[0][place] is not None, "a bias; statistics of x"
+    assert len(api.compile(TriangleMultiplicationShape(384))) == 5
     with pytest.raises(InvalidInput, match="config"):
         api.compile(TriangleMultiplicationShape(384), config={"tile_n": 64})
     one = api.compile(TriangleMultiplicationShape(384), template="triangle_multiplication_front_sm90", config={"tile_n": 96})
@@ -414,18 +439,19 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
     assert api._of_training(shape) == []
     assert api.explain(shape).backward == "PyTorch: too wide" and "backward   PyTorch: too wide" in str(api.explain(shape))
-    assert len(api.compile(shape, training=True)) == 4
+    assert len(api.compile(shape, training=True)) == 5
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
     found = [kernel.spec.template for kernel in api._of_training(shape)]
     backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_backward", "front_weights"]
-    assert found == [f"fake_{name}" for name in ["front", "product_tn", "back", "back", *backward]]
-    assert [flags for _, flags in asked[:4]] == [
-        {"bias": False, "stats": True}, {}, *({"bias": False, "residual": added, "stats": True} for added in (False, True)),
+    assert found == [f"fake_{name}" for name in ["fold", "front", "product_tn", "back", "back", *backward]]
+    assert [flags for _, flags in asked[:5]] == [
+        {"bias": False}, {}, {}, *({"residual": added, "stats": True} for added in (False, True)),
     ]  # fmt: skip
-    text = ", ".join(f"fake_{name}" for name in backward)
-    assert api._explain_backward(shape, "sm_90a", True) == text
-    assert api._explain_backward(shape, "sm_90a", False) == f"{text} (what a device of sm_90a would run)"
+    texts = [", ".join(f"fake_{name}" for name in names) for names in (["fold", "front", "product_tn", "back"], backward)]
+    assert api._explain_passes(shape, "sm_90a", True) == tuple(texts)
+    there = tuple(f"{text} (what a device of sm_90a would run)" for text in texts)
+    assert api._explain_passes(shape, "sm_90a", False) == there
 
 
 @pytest.mark.parametrize("mask", ["none", "additive"])
@@ -480,5 +506,10 @@ def test_tune_hands_every_shape_on_and_reloads(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "reload_choices", lambda: reloaded.append("kernels"))
     assert api.tune(SHAPE, budget_s=3) == "result 384"
     assert api.tune([SHAPE, TriangleAttentionShape(512)], "forward") == ["result 384", "result 512"]
-    assert seen[0] == (SHAPE, (), {"budget_s": 3}) and seen[1][1] == ("forward",)
+    assert seen[0] == (SHAPE, ("forward",), {"budget_s": 3}) and seen[1][1] == ("forward",)
     assert reloaded == ["resolve", "kernels"] * 2
+    seen.clear()
+    multiplication = TriangleMultiplicationShape(96)
+    assert api.tune(multiplication) == ["result 96"] * 3
+    assert [arguments for _, arguments, _ in seen] == [("front",), ("product_nt",), ("back",)]
+    assert api.tune(multiplication, "front_weights", 3) == "result 96" and seen[-1][1] == ("front_weights", 3)

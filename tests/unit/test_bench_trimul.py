@@ -83,6 +83,25 @@ def test_a_record_says_what_was_measured_and_is_valid():
     assert row["config"] is None and row["config_from"].startswith("pytorch path")
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SQUARE])
+def test_rows_say_what_runs_in_their_pass(monkeypatch, shape):
+    monkeypatch.setattr("tpf_jit.is_supported", lambda *tensors, **named: (True, ""))
+    peer, inputs = peers_module.TpfJit(), multiplication.make_call(shape, "cpu", 0)
+    forward = peer.ready(shape, inputs)
+    products = ("nt", "nn", "tn") if shape.direction == "outgoing" else ("tn", "nt", "nn")
+    first, left, right = (f"product_{name}" for name in products)
+    assert list(forward["config"])[-3:] == ["front", first, "back"] and "backward" not in forward
+    for name in ("backward", "both"):
+        facts = peer.ready(shape, inputs, name)
+        assert list(facts["config"]) == list(forward["config"]) and facts["config_from"] == "default"
+        families = ["back_backward", "back_weights", left, right, "front_backward", "front_weights"]
+        assert list(facts["backward"]) == families
+        assert all(one["config"] and one["config_from"] == "default" for one in facts["backward"].values())
+        json.dumps(facts)
+    wide = dataclasses.replace(shape, channels=288)
+    assert "up to 256" in peer.ready(wide, inputs, "both")["backward"]["pytorch path"]
+
+
 def test_the_table_puts_implementations_side_by_side():
     table = record_table(run([SHAPE, SQUARE], ("forward", "both"), ("tpf_jit", "torch", "cuequivariance")), "name")
     lines = [line for line in table.splitlines() if line.startswith("|")]
@@ -385,7 +404,7 @@ def test_the_bench_verb_takes_keys_and_refuses_other_problems(capsys):
     row = json.loads(capsys.readouterr().out)["rows"][0]
     assert (row["N"], row["direction"]) == (12, "incoming")
     assert run_cli(["bench", "trimul", "--crops", "triangle_attention/B1/I8/H4/N8/D32/bfloat16/bias-bfloat16/mask-none"]) == 1
-    assert "triangle multiplications" in capsys.readouterr().err
+    assert "problems of triangle_multiplication" in capsys.readouterr().err
 
 
 def test_the_accuracy_verb_writes_a_record(tmp_path, capsys):

@@ -21,7 +21,7 @@ from tpf_jit.cli import _output, _shapes, doctor
 from tpf_jit.cli import records as cli_records
 from tpf_jit.cli.app import app, run
 from tpf_jit.errors import InvalidInput
-from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.tuning_db import TuningStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_every_command_answers_help(call: Any) -> None:
 
 class TestShapes:
     def test_crops_take_the_options(self) -> None:
-        found = _shapes.shapes(["384,640", "128"], "16,32", heads=8)
+        found = _shapes.shapes(["384,640", "128"], head_dim="16,32", heads=8)
         assert [(shape.crop, shape.head_dim) for shape in found] == [
             (384, 16), (640, 16), (384, 32), (640, 32), (128, 16), (128, 32)
         ]  # fmt: skip
@@ -140,7 +140,38 @@ class TestShapes:
 
     def test_what_is_no_number_is_named(self) -> None:
         with pytest.raises(InvalidInput, match="--head-dim: got '32;64'"):
-            _shapes.shapes(["384"], "32;64")
+            _shapes.shapes(["384"], head_dim="32;64")
+
+    def test_crops_of_multiplications(self) -> None:
+        op = TriangleMultiplicationShape.op
+        found = _shapes.shapes(["8,16"], op, channels="64,32", hidden=96, mask="float")
+        assert [(shape.channels, shape.direction, shape.crop) for shape in found] == [
+            (c, way, n) for c in (64, 32) for way in ("outgoing", "incoming") for n in (8, 16)
+        ]
+        assert {(shape.hidden, shape.mask, shape.weight_dtype) for shape in found} == {(96, "float", "float32")}
+        assert _shapes.shapes(["8"], op, ["incoming"]) == [TriangleMultiplicationShape(8, direction="incoming")]
+
+    def test_an_operation_narrows_what_presets_and_keys_name(self) -> None:
+        ops = {shape.op for shape in _shapes.shapes(["openfold3"])}
+        assert ops == {TriangleAttentionShape.op, TriangleMultiplicationShape.op}
+        for op in ops:
+            found = _shapes.shapes(["openfold3"], op)
+            assert found == [shape for shape in tpf_jit.preset("openfold3") if shape.op == op]
+        with pytest.raises(InvalidInput, match="TARGET: .* allowed: problems of triangle_multiplication"):
+            _shapes.shapes([TriangleAttentionShape(8).key()], TriangleMultiplicationShape.op)
+
+    @pytest.mark.parametrize(
+        ("words", "text"),
+        [
+            (["--op", "attention"], "--op: got 'attention'; allowed: triangle_attention, triangle_multiplication"),
+            (["--op", "triangle_multiplication", "--head-dim", "16"], "--head-dim: got '16'; allowed: nothing, as crops are"),
+            (["--weight-dtype", "float32"], "--weight-dtype: got 'float32'; allowed: nothing, as crops are triangle_attention"),
+            (["--op", "triangle_multiplication", "--mask", "additive"], "mask: got 'additive'; allowed: none, bool, float"),
+        ],
+    )
+    def test_options_of_the_other_operation_are_refused(self, call: Any, words: list[str], text: str) -> None:
+        code, _, err = call("explain", "384", *words)
+        assert code == 1 and err.startswith(f"Error: {text}")
 
     def test_short_names_what_is_unusual(self) -> None:
         plain = TriangleAttentionShape(crop=384)
@@ -271,6 +302,38 @@ class TestKernels:
         assert code == 0, err
         assert [options.isolate for options in asked] == [isolate]
 
+    @pytest.mark.parametrize(
+        ("words", "directions"),
+        [
+            (["--op", "triangle_multiplication"], ["front", "product_nt", "back", "front", "product_tn", "back"]),
+            (["--op", "triangle_multiplication", "--direction", "front_weights"], ["front_weights"] * 2),
+            ([], ["forward"]),
+        ],
+    )
+    def test_tune_takes_what_inference_runs_unless_told(
+        self, call: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], directions: list[str]
+    ) -> None:
+        class Result:
+            interrupted = False
+
+        asked: list[tuple[str, str]] = []
+        monkeypatch.setattr(tpf_jit, "tune", lambda shape, each, *rest, **options: asked.append((shape.op, each)) or Result())
+        code, _, err = call("tune", "384", *words)
+        assert code == 0, err
+        assert [each for _, each in asked] == directions
+        assert {op for op, _ in asked} == {words[1] if words else "triangle_attention"}
+
+    @pytest.mark.parametrize("words", [(), ("--training",)])
+    def test_compile_compiles_for_training_when_asked(
+        self, call: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    ) -> None:
+        asked: list[Any] = []
+        monkeypatch.setattr(tpf_jit, "compile", lambda *arguments: asked.append(arguments) or [])
+        code, _, err = call("compile", "384", "--op", "triangle_multiplication", *words)
+        assert code == 0, err
+        ((shapes, *_, training),) = asked
+        assert [shape.direction for shape in shapes] == ["outgoing", "incoming"] and training is bool(words)
+
     def test_tuning_without_a_gpu_says_what_to_do(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tpf_jit.device.current_device", lambda index=None: None)
         code, _, err = call("tune", "384")
@@ -300,7 +363,7 @@ class TestDatabase:
         assert [row["status"] for row in show("N256", "--status", "wrong")] == ["wrong"]
         assert len(show("triangle_attention", "--limit", "1")) == 1
         assert show("N256", "--device", "H100") == []
-        code, out, _ = call("db", "show", "N256")
+        code, out, _ = call("db", "show", "N256", "--no-shipped")
         assert (code, "out is off" in out) == (0, True)
 
     def test_export_and_import(self, call: Any, reading: Any, database: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tuning_samples import H200
 import tpf_jit
 from tpf_jit.nearest import SAME
 from tpf_jit.resolve import Dispatcher
-from tpf_jit.shape import TriangleAttentionShape, preset, preset_names
+from tpf_jit.shape import DIRECTIONS, TriangleAttentionShape, TriangleMultiplicationShape, preset, preset_names
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import config_from_dict
 from tpf_jit.tuning_db.reader import read_shipped
@@ -32,9 +32,14 @@ def shapes(name: str) -> list[TriangleAttentionShape]:
     return [shape for shape in preset(name) if isinstance(shape, TriangleAttentionShape)]
 
 
-def noted(name: str, word: str) -> set[int]:
-    """Crops of the entries whose note has a word."""
-    return {crop for entry in content(name)["shapes"] if word in entry["note"] for crop in entry["crops"]}
+def multiplications(name: str) -> list[TriangleMultiplicationShape]:
+    return [shape for shape in preset(name) if isinstance(shape, TriangleMultiplicationShape)]
+
+
+def noted(name: str, word: str, op: str = TriangleAttentionShape.op) -> set[int]:
+    """Crops of the entries of an operation whose note has a word."""
+    entries = [entry for entry in content(name)["shapes"] if entry.get("op", TriangleAttentionShape.op) == op]
+    return {crop for entry in entries if word in entry["note"] for crop in entry["crops"]}
 
 
 @each_preset
@@ -56,9 +61,9 @@ def test_a_copy_reads_like_the_original(name: str, tmp_path: Path) -> None:
 
 @each_preset
 def test_kernels_take_every_shape_in_every_direction(name: str) -> None:
-    templates = registry.templates(op=TriangleAttentionShape.op)
-    for direction in dict.fromkeys(template.direction for template in templates):
-        for shape in shapes(name):
+    for shape in preset(name):
+        templates = registry.templates(op=shape.op)
+        for direction in dict.fromkeys(template.direction for template in templates):
             served = [template for template in templates if template.direction == direction and template.supports(shape)[0]]
             assert served, f"{direction} of {shape.key()}"
             assert served[0].check(shape, served[0].default(shape)) is None
@@ -70,6 +75,32 @@ def test_training_crops_are_the_published_ones() -> None:
     assert noted("protenix", "training") == {256, 384, 640, 768}
     assert noted("chai1", "training") == set()
     assert noted("chai1", "inference") == {256, 384, 512, 768, 1024, 1536, 2048}
+
+
+@each_preset
+def test_multiplications_are_trained_at_the_crops_of_attention(name: str) -> None:
+    assert noted(name, "training", TriangleMultiplicationShape.op) == noted(name, "training")
+    assert noted(name, "inference", TriangleMultiplicationShape.op) <= noted(name, "inference")
+
+
+@each_preset
+def test_multiplications_come_in_both_directions(name: str) -> None:
+    found = multiplications(name)
+    assert found and {shape.direction for shape in found} == set(DIRECTIONS)
+    assert {replace(shape, direction=way) for shape in found for way in DIRECTIONS} == set(found)
+
+
+def test_widths_and_masks_of_multiplications() -> None:
+    widths = {name: {(shape.channels, shape.hidden) for shape in multiplications(name)} for name in preset_names()}
+    assert widths == {
+        "openfold3": {(128, 128), (64, 64)},
+        "boltz2": {(128, 128)},
+        "protenix": {(128, 128), (64, 128), (256, 256), (64, 64)},
+        "chai1": {(256, 256)},
+    }
+    found = [shape for name in preset_names() for shape in multiplications(name)]
+    kinds = {(shape.batch, shape.dtype, shape.weight_dtype, shape.mask) for shape in found}
+    assert kinds == {(1, "bfloat16", "float32", "float")}
 
 
 def test_heads_masks_and_dtypes() -> None:

@@ -139,12 +139,14 @@ def test_from_tensors_refuses_what_is_no_problem() -> None:
 
 def test_presets_are_those_of_the_models() -> None:
     assert preset_names() == ["boltz2", "chai1", "openfold3", "protenix"]
-    openfold = preset("openfold3")
-    assert {384, 640, 768} <= {shape.crop for shape in openfold}
-    assert {shape.head_dim for shape in openfold} == {16, 32}
-    assert {shape.bias_dtype for shape in preset("protenix")} == {"float32"}
-    assert {(shape.heads, shape.head_dim) for shape in preset("chai1")} == {(4, 64)}
-    assert all(shape.mask == "bool" for shape in preset("boltz2"))
+    attention = {
+        name: [shape for shape in preset(name) if isinstance(shape, TriangleAttentionShape)] for name in preset_names()
+    }
+    assert {384, 640, 768} <= {shape.crop for shape in attention["openfold3"]}
+    assert {shape.head_dim for shape in attention["openfold3"]} == {16, 32}
+    assert {shape.bias_dtype for shape in attention["protenix"]} == {"float32"}
+    assert {(shape.heads, shape.head_dim) for shape in attention["chai1"]} == {(4, 64)}
+    assert all(shape.mask == "bool" for shape in attention["boltz2"])
     for name in preset_names():
         assert len(set(preset(name))) == len(preset(name)) > 0
 

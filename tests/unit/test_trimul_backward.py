@@ -29,7 +29,7 @@ from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 # Roundings of folded weights, factors, x and their gradients, in small tensors that average few of them.
 OUT, GRADIENT = 8e-3, 1.6e-2
-FRONT = ["front", "product_nt", "back"]
+FRONT = ["fold", "front", "product_nt", "back"]
 BACK = ["back_weights", "back_backward", "product_nn", "product_tn", "front_weights", "front_backward"]
 
 
@@ -88,7 +88,7 @@ def test_gradients(kernels, direction, recompute, crop, channels, hidden, mask, 
         warnings.simplefilter("error", FallbackWarning)
         out = run(x, direction, recompute=recompute)
         contraction = f"product_{layout.CONTRACTIONS[direction]}"
-        assert ran(kernels) == ["front", contraction, "back"]
+        assert ran(kernels) == ["fold", "front", contraction, "back"]
         out.backward(x.grad_out)
     again = ["front", contraction] if recompute else []
     products = ["product_nn", "product_tn"] if direction == "outgoing" else ["product_nt", "product_nn"]
@@ -119,10 +119,9 @@ def test_the_algebra_is_exact(kernels, direction: str, keep: Keep, case: str) ->
     found = multiplication_launch.find(shape, weights, None, True, x.z.device)
     out, saved = multiplication_launch.forward(found, x.z, x.mask, weights, None, 1e-5, keep)
     assert relative_rms(out, reference.multiplication(x.z, direction, x.mask, weights)) < 1e-12
-    assert [t is not None for t in saved] == [*keep, keep.stats]
+    assert [t is not None for t in saved] == [*keep, *(keep.stats,) * 3]
     take = multiplication_backward.steps(weights, ALL)
-    bias = multiplication_launch.has_biases(weights, "in")
-    found = multiplication_backward.find(shape, take, (keep.x, keep.factors), bias, x.z.device)
+    found = multiplication_backward.find(shape, take, (keep.x, keep.factors), x.z.device)
     dz, *grads = multiplication_backward.backward(found, x.grad_out, x.z, x.mask, weights, saved, 1e-5, ALL)
     ref, refs = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, weights)
     assert relative_rms(dz, ref) < 1e-12
@@ -190,20 +189,21 @@ def saved_by(make) -> list[torch.Tensor]:
 
 def test_what_is_saved(kernels) -> None:
     factors, contraction, stats = (1, 2, 64, 9, 16), (1, 64, 9, 16), (1, 9, 9, 2)
+    small = [stats, stats, (32 * (5 * 64 + 32),), (2 * 64 + 32, 4)]
     x = leaves(call(mask="bool"))
     given = {t.data_ptr() for t in (x.z, x.mask, *x.weights) if t is not None}
 
     def extra(**options) -> list[tuple]:
         return [tuple(t.shape) for t in saved_by(lambda: run(x, **options)) if t.data_ptr() not in given]
 
-    assert extra() == [contraction, factors, stats, stats]
-    assert extra(recompute=True) == [stats, stats]
+    assert extra() == [contraction, factors, *small]
+    assert extra(recompute=True) == small
     for weight in x.weights:
         if weight is not None:
             weight.requires_grad_(False)
     x.z.requires_grad_(False)
     x.weights.g_out_weight.requires_grad_()
-    assert extra() == [contraction, stats, stats], "no gradient passes the contraction"
+    assert extra() == [contraction, *small], "no gradient passes the contraction"
     x.weights.g_out_weight.requires_grad_(False)
     residual = torch.zeros_like(x.z, requires_grad=True)
     assert saved_by(lambda: run(x, residual=residual)) == []
@@ -221,7 +221,7 @@ def test_memory(machine, monkeypatch) -> None:
     )
     pair, small = x.z.numel() * 2, 16 * sum(w.numel() * 4 for w in x.weights if w is not None)
     for kept, pairs in ((saved, 4), (saved._replace(x=None, factors=None), 6)):
-        found = multiplication_backward.find(shape, take, (kept.x is not None,) * 2, False, x.z.device)
+        found = multiplication_backward.find(shape, take, (kept.x is not None,) * 2, x.z.device)
         arguments = (found, x.grad_out, x.z, None, x.weights, kept, 1e-5, ALL)
         peak = peak_of(lambda arguments=arguments: multiplication_backward.backward(*arguments))
         assert pairs * pair <= peak <= pairs * pair + small
@@ -358,7 +358,7 @@ def test_a_missing_kernel_of_the_backward(machine, family: str, recompute: bool)
     check_gradients(x)
 
 
-@pytest.mark.parametrize("family", ["front", "back"])
+@pytest.mark.parametrize("family", ["fold", "front", "back"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_missing_kernel_of_the_forward(machine, family: str, recompute: bool, traced: bool) -> None:
@@ -458,7 +458,7 @@ def test_templates_decide_which_backward_kernels_take(monkeypatch) -> None:
     there[routing.FRONT_WEIGHTS] = missing
     assert multiplication_routing.backward_unsupported(shape) is None
     wide = TriangleMultiplicationShape(64, 512)
-    assert multiplication_routing.backward_unsupported(wide) == "front takes up to 256 channels"
+    assert multiplication_routing.backward_unsupported(wide) == "fold takes up to 256 channels"
 
 
 def test_products_of_the_factors_gradients() -> None:
@@ -488,6 +488,6 @@ def test_gradients_of_weights_do_not_depend_on_the_splits(kernels, splits: int) 
 
 
 def test_saved_names() -> None:
-    left = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
-    assert [None if t is None else t.numel() for t in ops._named(left, Keep(True, False, True))] == [1, None, 2, 3]
+    left = [torch.zeros(i) for i in (1, 2, 3, 4, 5)]
+    assert [None if t is None else t.numel() for t in ops._named(left, Keep(True, False, True))] == [1, None, 2, 3, 4, 5]
     assert ops._named([], Keep()) == Saved()

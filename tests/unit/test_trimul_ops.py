@@ -13,6 +13,7 @@ import pytest
 import torch
 from multiplication_emulation import EmulatedKernels
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import tpf_jit
@@ -647,7 +648,7 @@ def test_kernels_compute_what_pytorch_does(kernels, monkeypatch, direction, crop
         warnings.simplefilter("error")
         found = triangle_multiplication(x.z, direction, x.mask, *x.weights)
     assert [family for family, _ in kernels.asked] == list(multiplication_routing.families(shape))
-    assert kernels.asked[0][1] == {"bias": biases} and kernels.asked[2][1] == {"bias": biases, "residual": False}
+    assert [flags for _, flags in kernels.asked] == [{"bias": biases}, {}, {}, {"residual": False, "stats": False}]
     want = reference.multiplication(x.z, direction, x.mask, x.weights, 1e-5)
     assert found.dtype == BF16 and found.is_contiguous() and distance(found, want) < 8e-3
     # Where only the forward has kernels, training keeps the contraction for a backward in PyTorch; its pitch is the kernels'.
@@ -666,7 +667,7 @@ def test_kernels_write_in_place_and_add_a_residual(kernels) -> None:
     apart = triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=other)
     assert torch.equal(apart, triangle_multiplication(x.z.transpose(1, 2).contiguous().transpose(1, 2), "outgoing", x.mask,
                                                       *x.weights, residual=other))
-    assert kernels.asked[2][1]["residual"]
+    assert kernels.asked[3][1]["residual"]
     for make in (lambda: x.z.clone(), lambda: torch.cat([x.z, x.z], -1)[..., ::2].copy_(x.z)):
         want = triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
         z = make()
@@ -678,9 +679,9 @@ def test_autograd_notices_what_a_kernel_writes_in_place(kernels, monkeypatch) ->
     """The launch itself is invisible to PyTorch: this back kernel writes as one does, through memory."""
 
     def back(*arguments) -> None:
-        out = arguments[11]
+        out = arguments[7]
         found = torch.empty_like(out)
-        multiplication_emulation.back(*arguments[:11], found, *arguments[12:])
+        multiplication_emulation.back(*arguments[:7], found, *arguments[8:])
         ctypes.memmove(out.data_ptr(), found.data_ptr(), out.numel() * out.element_size())
 
     x = call()
@@ -712,10 +713,92 @@ def test_a_residual_that_is_another_view_of_z(request, monkeypatch, with_kernels
 
 def test_one_projection_bias_alone(kernels) -> None:
     x = make_inputs(TriangleMultiplicationShape(9, 32, 64), projection_biases=True)
-    weights = x.weights._replace(g_in_bias=None, p_out_bias=None)
-    found = triangle_multiplication(x.z, "outgoing", x.mask, *weights)
-    assert kernels.asked[0][1]["bias"] and kernels.asked[2][1]["bias"]
-    assert distance(found, reference.multiplication(x.z, "outgoing", x.mask, weights, 1e-5)) < 8e-3
+    for absent in (("g_in_bias", "p_out_bias"), ("p_in_bias", "g_in_bias", "p_out_bias"), ("p_out_bias", "g_out_bias")):
+        kernels.asked.clear()
+        weights = x.weights._replace(**dict.fromkeys(absent))
+        found = triangle_multiplication(x.z, "outgoing", x.mask, *weights)
+        assert kernels.asked[0] == (multiplication_routing.FOLD, {"bias": True})
+        assert distance(found, reference.multiplication(x.z, "outgoing", x.mask, weights, 1e-5)) < 8e-3
+
+
+class Launches(TorchDispatchMode):
+    """What a call does on the device beside its kernels: operations other than allocations and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inside = {ops._forward_op: ops._forward, ops._inplace_op: ops._inplace}.get(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # What is declared a view may copy, as `to` and `contiguous` do.
+        views = func.is_view and storages(result) <= storages(args)
+        allocates = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided)
+        if not (views or allocates or isinstance(result, int)):  # a number is worked out on the host
+            self.seen.append(str(func.overloadpacket))
+        return result
+
+
+def storages(tensors) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)}
+
+
+def launches_of(monkeypatch, z, weights, **options) -> tuple[list[str], list[str]]:
+    """The families of the kernels of a call, in order, and what else it launches."""
+    ran = []
+
+    def find(family, *rest):
+        return routing.Launch(lambda *arguments: ran.append(family.partition("/")[2]), 132)
+
+    monkeypatch.setattr(routing, "find_kernel", find)
+    with Launches() as seen, torch.no_grad():
+        triangle_multiplication(z, "outgoing", None, *weights, **options)
+    return ran, seen.seen
+
+
+def test_a_forward_is_four_launches(kernels, monkeypatch) -> None:
+    """With the weights of models, float32 or bf16, and float32 norms there is no copy, no conversion, nothing else."""
+    x = call()
+    halved = Weights(*(w if w is None or w.dim() == 1 else w.to(BF16) for w in x.weights))
+    four = ["fold", "front", "product_nt", "back"]
+    for weights in (x.weights, halved):
+        for options in ({}, {"residual": x.z}, {"residual": x.z, "inplace": True}):
+            assert launches_of(monkeypatch, x.z.clone(), weights, **options) == (four, [])
+    ran, others = launches_of(monkeypatch, x.z, x.weights._replace(norm_in_bias=None, g_in_weight=halved.g_in_weight))
+    assert ran == four and others == ["aten.to", "aten.full"], "and the mode sees what there is"
+
+
+WEIGHTS = {
+    "mixed": (lambda w: w._replace(p_in_weight=w.p_in_weight.to(BF16)), "float32"),
+    "mixed_back": (lambda w: w._replace(g_out_weight=w.g_out_weight.to(BF16)), "float32"),
+    "double": (lambda w: w._replace(p_out_weight=w.p_out_weight.double()), "float32"),
+    "all_bf16": (lambda w: Weights(*(x if x is None else x.to(BF16) for x in w)), "bfloat16"),
+    "bf16_matrices": (lambda w: Weights(*(x if x is None or x.dim() == 1 else x.to(BF16) for x in w)), "bfloat16"),
+    "bare_norms": (lambda w: w._replace(norm_in_weight=None, norm_out_bias=None), "float32"),
+    "strided": (lambda w: w._replace(p_out_weight=w.p_out_weight.T.contiguous().T), "float32"),
+    "unaligned": (lambda w: w._replace(g_in_weight=torch.cat([torch.zeros(1), w.g_in_weight.flatten()])[1:].view(128, 32)),
+                  "float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_of_all_kinds_reach_the_fold_kernel_alike(kernels, monkeypatch, case: str) -> None:
+    change, dtype = WEIGHTS[case]
+    shapes, usual = {}, kernels.find
+
+    def find(family, shape, *rest):
+        shapes[family] = shape
+        return usual(family, shape, *rest)
+
+    monkeypatch.setattr(routing, "find_kernel", find)
+    x = call()
+    weights = change(x.weights)
+    found = triangle_multiplication(x.z, "outgoing", None, *weights)
+    assert shapes[multiplication_routing.FOLD].weight_dtype == dtype
+    assert distance(found, reference.multiplication(x.z, "outgoing", None, weights, 1e-5)) < 8e-3
 
 
 def test_what_kernels_do_not_take_says_why(kernels) -> None:
@@ -744,6 +827,9 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     found = tpf_jit.explain(z, mask=x.mask, p_in_weight=weight)
     key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
     assert (found.path, found.shape) == ("kernel", key) and "product_nt" in found.template
+    names = ("fold", "front", "product_nt", "back")
+    assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90" for name in names)
+    assert "  forward    fold_sm90, front_sm90, product_nt_sm90, back_sm90\n" in str(found)
     assert "dtype" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")

@@ -19,6 +19,7 @@ from tpf_jit.templates.triangle_multiplication.inputs import Inputs, make_inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 from tpf_jit.templates.triangle_multiplication.workload import (
     BackWorkload,
+    FoldWorkload,
     FrontWorkload,
     OperatorWorkload,
     ProductWorkload,
@@ -150,12 +151,26 @@ def test_unknown_families_and_patterns_are_refused() -> None:
 
 def test_operands_are_read_in_place_where_they_comply() -> None:
     x = make_inputs(Shape(6, 32, mask="float", weight_dtype="bfloat16"), projection_biases=True)
-    operands = layout.prepare(x.z, x.mask, x.weights)
+    folded = layout.fold(x.weights, torch.bfloat16)
+    operands = layout.prepare(x.z, x.mask, folded)
     assert operands.z is x.z and operands.mask.data_ptr() == x.mask.data_ptr()
-    assert operands.weights.p_in_weight.data_ptr() == x.weights.p_in_weight.data_ptr()
-    assert all(w.dtype == (torch.bfloat16 if w.dim() == 2 else torch.float32) for w in operands.weights)
-    transposed = layout.prepare(x.z.transpose(1, 2), None, x.weights)
+    transposed = layout.prepare(x.z.transpose(1, 2), None, folded)
     assert transposed.z.data_ptr() == x.z.data_ptr() and transposed.mask is None
+
+
+def test_weights_are_folded_where_they_are() -> None:
+    made = make_inputs(Shape(6, 32, 64), projection_biases=True).weights
+    order = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight", "norm_in_weight", "norm_in_bias", "norm_out_weight",
+             "norm_out_bias", "p_in_bias", "g_in_bias", "p_out_bias", "g_out_bias")  # fmt: skip
+    for weights in (made, made._replace(p_in_bias=None, g_in_bias=None, p_out_bias=None, g_out_bias=None)):
+        buffers = layout.folded_empty(weights, torch.bfloat16)
+        folded = layout.folded_parts(weights, *buffers)
+        operands = layout.fold_operands(weights, folded)
+        assert all(x is getattr(weights, name) for x, name in zip(operands[:12], order, strict=True))
+        filled = (folded.p_in, folded.g_in, folded.p_out, folded.g_out, folded.in_terms, folded.out_terms)
+        assert all(x is y for x, y in zip(operands[12:], filled, strict=True))
+        assert sum(x.numel() for x in filled) == sum(x.numel() for x in buffers), "all of the memory, and nothing twice"
+        assert len({x.data_ptr() for x in filled}) == 6 and all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in filled)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +207,12 @@ def test_rows_of_factors_are_whole_16_bytes() -> None:
 def stages(shape: Shape, **options) -> list[tuple]:
     contraction = getattr(emulation, f"product_{layout.CONTRACTIONS[shape.direction]}")
     return [
+        (FoldWorkload(shape, "cpu", **options), emulation.fold),
         (FrontWorkload(shape, "cpu", **options), emulation.front),
         (ProductWorkload(shape, "cpu", **options), contraction),
         (ProductWorkload(shape, "cpu", product="nn", **options), emulation.product_nn),
         (BackWorkload(shape, "cpu", **options), emulation.back),
-        (BackWorkload(shape, "cpu", with_residual=True, **options), emulation.back),
+        (BackWorkload(shape, "cpu", with_residual=True, with_stats=True, **options), emulation.back),
         (OperatorWorkload(shape, "cpu", **options), emulation.operator),
         (OperatorWorkload(shape, "cpu", training=False, **options), emulation.operator),
     ]
@@ -218,26 +234,34 @@ def test_right_kernels_are_inside_the_bounds(dtype: str, family: str, direction:
 
 
 BREAKS = {
-    "skips_an_element": lambda x: x[..., 1, 2].fill_(math.nan),
+    "skips_an_element": lambda x: x[..., 1, 1].fill_(math.nan),
     "scales": lambda x: x.mul_(1.02),
     "misses_a_row": lambda x: x[:, -1].zero_(),
     "swaps": lambda x: x.copy_(x.flip(1).clone()),
 }
 
 
+OUTPUTS = {emulation.fold: range(12, 18), emulation.front: (5, 6), emulation.back: (7, 8)}
+"""Which arguments a kernel writes; the third where it is not here."""
+
+
 @pytest.mark.parametrize("how", BREAKS)
 def test_wrong_kernels_are_not(how: str) -> None:
+    """Each output by itself."""
     shape = Shape(18, 32, 64, "incoming", mask="bool")
-    for workload, kernel in stages(shape)[:5]:
+    for workload, kernel in stages(shape, projection_biases=True)[:6]:
+        for output in OUTPUTS.get(kernel, (2,)):
 
-        def broken(*arguments, kernel=kernel) -> None:
-            kernel(*arguments)
-            output = {emulation.front: 8, emulation.back: 11}.get(kernel, 2)
-            BREAKS[how](arguments[output])
+            def broken(*arguments, kernel=kernel, output=output) -> None:
+                kernel(*arguments)
+                written = arguments[output]
+                BREAKS[how](written if written.dim() > 2 else written.unsqueeze(0))
 
-        data = workload.make_inputs(0)
-        errors, bounds = workload.errors(workload.run(broken, data), workload.reference(data)), workload.bounds()
-        assert any(errors[name] > bounds[name] for name in bounds), type(workload).__name__
+            if kernel is emulation.back and output == 8 and not workload.with_stats:
+                continue
+            data = workload.make_inputs(0)
+            errors, bounds = workload.errors(workload.run(broken, data), workload.reference(data)), workload.bounds()
+            assert any(errors[name] > bounds[name] for name in bounds), (type(workload).__name__, output)
 
 
 def test_a_wrong_direction_is_noticed() -> None:
@@ -257,13 +281,14 @@ def test_padding_must_be_zero() -> None:
 
     def careless(*arguments) -> None:
         emulation.front(*arguments)
-        arguments[8][..., 9:] = 1e-3
+        arguments[5][..., 9:] = 1e-3
 
-    assert workload.errors(workload.run(careless, data), workload.reference(data)) == {"factors": math.inf}
+    errors = workload.errors(workload.run(careless, data), workload.reference(data))
+    assert errors["factors"] == math.inf and errors["stats"] <= workload.bounds()["stats"]
 
 
 def test_a_kernel_that_writes_nothing_never_passes() -> None:
-    for workload, _ in stages(Shape(9, 32))[:4]:
+    for workload, _ in stages(Shape(9, 32))[:6]:
         data = workload.make_inputs(0)
         errors = workload.errors(workload.run(lambda *arguments: None, data), workload.reference(data))
         assert set(errors.values()) == {math.inf}
@@ -278,15 +303,17 @@ def test_a_lost_gradient_is_noticed() -> None:
 
 
 def test_the_stages_make_the_whole() -> None:
-    """Front, contraction and back in a row are the operator, as `layout` says."""
+    """Fold, front, contraction and back in a row are the operator, as `layout` says."""
     shape = Shape(11, 32, 64, "incoming", 2, mask="bool")
     x = make_inputs(shape, projection_biases=True)
-    operands = layout.prepare(x.z, x.mask, x.weights)
+    folded = layout.folded_parts(x.weights, *layout.folded_empty(x.weights, x.z.dtype))
+    emulation.fold(*layout.fold_operands(x.weights, folded), 1)
+    operands = layout.prepare(x.z, x.mask, folded)
     factors, contraction = layout.factors_empty(x.z, 64), layout.contraction_empty(x.z, 64)
-    out = torch.empty_like(x.z)
-    emulation.front(*operands.front(factors), None, 1e-5, 1)
+    out, z_stats = torch.empty_like(x.z), layout.stats_empty(x.z)
+    emulation.front(*operands.front(factors, z_stats), 1e-5, 1)
     emulation.product_tn(factors[:, 0], factors[:, 1], contraction, 1)
-    emulation.back(*operands.back(contraction, None, out), None, 1e-5, 1)
+    emulation.back(*operands.back(z_stats, contraction, None, out, None), 1e-5, 1)
     workload = OperatorWorkload(shape, "cpu", training=False, projection_biases=True)
     assert workload.errors({"out": out}, workload.reference(x))["out"] <= workload.bounds()["out"]
 

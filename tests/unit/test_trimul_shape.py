@@ -131,16 +131,28 @@ def test_presets_may_hold_both_operations(tmp_path) -> None:
     file.write_text(json.dumps({"shapes": entries}))
     attention = [TriangleAttentionShape(crop, heads=2) for crop in (8, 9)]
     multiplication = [TriangleMultiplicationShape(crop, 64, direction="incoming") for crop in (8, 9)]
+    both = {**entries[1], "directions": ["incoming", "outgoing"]}
+    del both["direction"]
     assert preset(file) == attention + multiplication
     assert api._shapes(file) == (attention + multiplication, False)
     assert _shapes.shapes([str(file), KEY]) == [*attention, *multiplication, TriangleMultiplicationShape(384)]
+    assert _shapes.shapes([str(file)], "triangle_multiplication") == multiplication
+    file.write_text(json.dumps({"shapes": [both]}))
+    assert preset(file) == multiplication + [TriangleMultiplicationShape(crop, 64) for crop in (8, 9)]
 
 
-@pytest.mark.parametrize("entry", [{"op": "layer_norm", "crop": 8}, {"op": "triangle_multiplication", "crop": 8, "heads": 4}])
+WRONG = [
+    {"op": "layer_norm", "crop": 8},
+    {"op": "triangle_multiplication", "crop": 8, "heads": 4},
+    {"crop": 8, "directions": ["outgoing"]},
+]
+
+
+@pytest.mark.parametrize("entry", WRONG)
 def test_wrong_preset_entries_are_named(tmp_path, entry: dict) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"shapes": [entry]}))
-    with pytest.raises(InvalidInput, match="op: got 'layer_norm'|unknown field 'heads'"):
+    with pytest.raises(InvalidInput, match="op: got 'layer_norm'|unknown field '(heads|direction)'"):
         preset(file)
 
 

@@ -16,11 +16,12 @@ Masks, zeros and ones, reach all but tpf_jit and turbopairformer in z's dtype.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tpf_jit.bench import other_peers
-from tpf_jit.bench.peer_base import Peer, Plain, chosen_of, installed_version
+from tpf_jit.bench.peer_base import Peer, Plain, chosen_of, configuration, installed_version
 from tpf_jit.errors import ShapeUnsupported
 
 
@@ -67,21 +68,23 @@ class TpfJit(_Update):
 
     def ready(self, shape: Any, inputs: MultiplicationInputs, direction: str = "forward") -> dict[str, Any]:
         import tpf_jit
-        from tpf_jit.kernels import get_kernel
-        from tpf_jit.ops.multiplication_routing import usual_variants
-        from tpf_jit.templates.base import config_to_dict
+        from tpf_jit.ops.multiplication_backward import all_variants
+        from tpf_jit.ops.multiplication_routing import backward_unsupported, usual_variants
 
         supported, reason = tpf_jit.is_supported(inputs.z, mask=inputs.mask, p_in_weight=inputs.weights.p_in_weight)
         if not supported:
             return {"config": None, "config_from": f"pytorch path: {reason}"}
+        differentiated = direction != "forward"
+        refused = backward_unsupported(shape) if differentiated else None
         # The last of the usual kernels is the one with a residual, which is not what is measured.
-        found = {family: get_kernel(family, shape, flags) for family, flags in usual_variants(shape)[:-1]}
-        configs = {name: kernel.config for name, kernel in found.items()}
-        plain = {name: one if isinstance(one, dict) else config_to_dict(one) for name, one in configs.items()}
-        return {
-            "config": {name.partition("/")[2]: config for name, config in plain.items()},
-            "config_from": ", ".join(dict.fromkeys(kernel.config_from for kernel in found.values())),
+        found = _configurations(shape, usual_variants(shape, stats=differentiated and refused is None)[:-1])
+        facts: dict[str, Any] = {
+            "config": {name: one["config"] for name, one in found.items()},
+            "config_from": ", ".join(dict.fromkeys(one["config_from"] for one in found.values())),
         }
+        if differentiated:
+            facts["backward"] = _configurations(shape, all_variants(shape)) if refused is None else {"pytorch path": refused}
+        return facts
 
     def forward(self, inputs: MultiplicationInputs) -> Any:
         import tpf_jit
@@ -89,6 +92,13 @@ class TpfJit(_Update):
         return tpf_jit.triangle_multiplication(
             inputs.z, inputs.direction, inputs.mask, **inputs.weights._asdict(), eps=inputs.eps
         )
+
+
+def _configurations(shape: Any, variants: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Direction of each (family, flags) -> the configuration that it gets."""
+    from tpf_jit.kernels import get_kernel
+
+    return {family.partition("/")[2]: configuration(get_kernel(family, shape, flags)) for family, flags in variants}
 
 
 class Torch(_Update):

@@ -143,6 +143,14 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def configuration(kernel: Any) -> dict[str, Any]:
+    """What a row says of a kernel of ours: its configuration, and where that came from."""
+    from tpf_jit.templates.base import config_to_dict
+
+    config = kernel.config if isinstance(kernel.config, dict) else config_to_dict(kernel.config)
+    return {"config": config, "config_from": kernel.config_from}
+
+
 def additive(mask: Any, dtype: Any, masked: float = ADDITIVE_MASKED) -> Any:
     """A boolean keep-mask as `masked` where it excludes; an additive one in `dtype`; None stays None."""
     import torch

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tpf_jit.bench.other_peers import CuEquivariance, FlashAttention4, MiniWorld, OpenFold3Triton, TurboPairFormer
-from tpf_jit.bench.peer_base import Inputs, Peer, Plain, additive, chosen_of
+from tpf_jit.bench.peer_base import Inputs, Peer, Plain, additive, chosen_of, configuration
 
 TORCH_CHUNK_BYTES = 256 * 2**20
 """Scores of one chunk in the chunked PyTorch spelling, as frameworks bound them."""
@@ -31,8 +31,8 @@ class TpfJit(Plain):
         if not supported:
             return {"config": None, "config_from": f"pytorch path: {reason}"}
         if direction == "forward":
-            return _configuration(tpf_jit.compile(shape))
-        facts = _configuration(tpf_jit.compile(shape, residual=self.compensated))
+            return configuration(tpf_jit.compile(shape))
+        facts = configuration(tpf_jit.compile(shape, residual=self.compensated))
         return {**facts, "backward": _backward_configurations(shape, self.compensated)}
 
     def forward(self, inputs: Inputs) -> Any:
@@ -73,13 +73,6 @@ class TpfJitUncompensated(TpfJit):
             return super().forward(inputs)
 
 
-def _configuration(kernel: Any) -> dict[str, Any]:
-    from tpf_jit.templates.base import config_to_dict
-
-    config = kernel.config if isinstance(kernel.config, dict) else config_to_dict(kernel.config)
-    return {"config": config, "config_from": kernel.config_from}
-
-
 def _backward_configurations(shape: Any, compensated: bool) -> dict[str, Any]:
     """Direction -> the configuration that a backward with all gradients gets, or why it takes the PyTorch path."""
     from tpf_jit.errors import NoKernel, ShapeUnsupported
@@ -87,7 +80,7 @@ def _backward_configurations(shape: Any, compensated: bool) -> dict[str, Any]:
 
     flags = {"backward_stats": {"residual": compensated}, "backward_key": {}, "backward_query": {"dbias": True}}
     try:
-        return {name: _configuration(get_kernel(f"{shape.op}/{name}", shape, one)) for name, one in flags.items()}
+        return {name: configuration(get_kernel(f"{shape.op}/{name}", shape, one)) for name, one in flags.items()}
     except (NoKernel, ShapeUnsupported) as error:
         return {"pytorch path": str(error).partition("\n")[0]}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from tpf_jit.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
@@ -16,19 +20,33 @@ Targets = Annotated[
         help="Crops (384, or 384,640,768), a model preset (openfold3, boltz2, protenix, chai1, or a .json file), or shape keys.",
     ),
 ]
-Heads = Annotated[int, typer.Option("--heads", help="Attention heads, for crops.")]
-HeadDim = Annotated[str, typer.Option("--head-dim", help="Channels per head, for crops; several with commas.")]
+Op = Annotated[
+    str | None,
+    typer.Option(
+        "--op",
+        help="triangle_attention or triangle_multiplication: what crops are, and which problems of a preset to take. "
+        "Left out, crops are attention, and presets are taken whole.",
+    ),
+]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads, for crops; 4 if left out.")]
+HeadDim = Annotated[str | None, typer.Option("--head-dim", help="Channels per head, for crops; several with commas.")]
 Rows = Annotated[int | None, typer.Option("--rows", help="Rows that share one pair bias, for crops; the crop if left out.")]
 Batch = Annotated[int, typer.Option("--batch", help="Batch, for crops.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16 or float16, for crops.")]
 BiasDtype = Annotated[str | None, typer.Option("--bias-dtype", help="bfloat16, float16 or float32; --dtype if left out.")]
-Mask = Annotated[str, typer.Option("--mask", help="none, bool or additive, for crops.")]
+Channels = Annotated[str | None, typer.Option("--channels", help="Channels of the pair tensor, for crops; several with commas.")]
+Hidden = Annotated[int | None, typer.Option("--hidden", help="Hidden width, for crops; the channels if left out.")]
+WeightDtype = Annotated[str | None, typer.Option("--weight-dtype", help="float32 or bfloat16, for crops.")]
+Mask = Annotated[
+    str, typer.Option("--mask", help="none, bool or additive, for crops; of multiplications none, bool or float.")
+]
+
+_WIDTHS = {"triangle_attention": ("head_dim", "32"), "triangle_multiplication": ("channels", "128")}
+"""The field of which a command line may give several, and what it is if left out."""
 
 
 def integers(text: str, argument: str) -> list[int]:
     """`"384,640"` as numbers; InvalidInput names the option otherwise."""
-    from tpf_jit.errors import InvalidInput
-
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
         raise InvalidInput.of(argument, repr(text), "numbers separated by commas")
@@ -36,22 +54,47 @@ def integers(text: str, argument: str) -> list[int]:
 
 
 def shapes(
-    targets: list[str], head_dim: str = "32", **options: Any
+    targets: list[str], op: str | None = None, directions: Sequence[str] | None = None, **options: Any
 ) -> list[TriangleAttentionShape | TriangleMultiplicationShape]:
-    """The problems that a command line names, in order, without repeats."""
-    from tpf_jit.shape import TriangleAttentionShape, is_key, parse_key, preset
+    """The problems that a command line names, in order, without repeats.
 
+    Args:
+        targets: crops, keys and presets.
+        op: see `Op`.
+        directions: of multiplications by crop: outgoing, incoming; both if None.
+        options: fields of the problems by crop, None where not given; `head_dim` and `channels` as text.
+    """
+    from tpf_jit.shape import SHAPES, is_key, parse_key, preset
+
+    if op is not None and op not in SHAPES:
+        raise InvalidInput.of("--op", repr(op), ", ".join(SHAPES))
+    given = {name: value for name, value in options.items() if value is not None}
     found: list[Any] = []
-    dims = integers(head_dim, "--head-dim")
     for target in targets:
         if target[:1].isdecimal():
-            crops = integers(target, "TARGET")
-            found += [TriangleAttentionShape(crop=crop, head_dim=dim, **options) for dim in dims for crop in crops]
-        elif is_key(target):
-            found.append(parse_key(target))
+            found += _of_crops(op or "triangle_attention", integers(target, "TARGET"), directions, given)
         else:
-            found += preset(target)
+            named = [parse_key(target)] if is_key(target) else preset(target)
+            found += [shape for shape in named if op in (None, shape.op)]
+    if not found:
+        raise InvalidInput.of("TARGET", repr(" ".join(targets)), f"problems of {op}")
     return list(dict.fromkeys(found))
+
+
+def _of_crops(
+    op: str, crops: list[int], directions: Sequence[str] | None, given: dict[str, Any]
+) -> list[TriangleAttentionShape | TriangleMultiplicationShape]:
+    """Every width, of multiplications every direction, every crop."""
+    from tpf_jit.shape import DIRECTIONS, SHAPES
+
+    known = {field.name for field in fields(SHAPES[op])}
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidInput.of(f"--{name.replace('_', '-')}", repr(value), f"nothing, as crops are {op} (see --op)")
+    name, usual = _WIDTHS[op]
+    widths = integers(given.get(name, usual), f"--{name.replace('_', '-')}")
+    ways = [{"direction": way} for way in directions or DIRECTIONS] if "direction" in known else [{}]
+    return [SHAPES[op](**{**given, **way, name: width, "crop": crop}) for width in widths for way in ways for crop in crops]
 
 
 def short(shape: TriangleAttentionShape | TriangleMultiplicationShape) -> str:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from tpf_jit.cli._output import Json, print_table, say
-from tpf_jit.cli._shapes import Dtype
+from tpf_jit.cli._shapes import Channels, Dtype, Hidden, WeightDtype
 from tpf_jit.cli.accuracy import seed_range
 from tpf_jit.cli.bench import Crops, Device, Impls, Out, command_line, finish, words
-from tpf_jit.cli.bench_trimul import Channels, Directions, Hidden, PairMask, WeightDtype, multiplication_shapes
+from tpf_jit.cli.bench_trimul import Directions, PairMask, multiplication_shapes
 
 
 def accuracy_trimul(

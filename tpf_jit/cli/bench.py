@@ -48,8 +48,9 @@ def attention(
     from tpf_jit.bench import BenchSettings, bench_attention
 
     shapes = _shapes.shapes(
-        [crops], head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
-    )
+        [crops], "triangle_attention", heads=heads, head_dim=head_dim, rows=rows, batch=batch, dtype=dtype,
+        bias_dtype=bias_dtype, mask=mask,
+    )  # fmt: skip
     settings = BenchSettings(
         impls=words(impls) if impls else None, layout=layout, rounds=rounds, samples=samples
     )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_table, say
-from tpf_jit.cli._shapes import Batch, Dtype
+from tpf_jit.cli._shapes import Batch, Channels, Dtype, Hidden, WeightDtype
 from tpf_jit.cli.bench import Crops, Device, Impls, Out, Passes, Rounds, Samples, command_line, finish, words
 
 if TYPE_CHECKING:
     from tpf_jit.shape import TriangleMultiplicationShape
 
-Channels = Annotated[str, typer.Option("--channels", help="Channels of the pair tensor, for crops; several with commas.")]
-Hidden = Annotated[int | None, typer.Option("--hidden", help="Hidden width, for crops; the channels if left out.")]
 Directions = Annotated[str, typer.Option("--direction", help="outgoing, incoming, or both with a comma, for crops.")]
-WeightDtype = Annotated[str, typer.Option("--weight-dtype", help="float32 or bfloat16, for crops.")]
 PairMask = Annotated[str, typer.Option("--mask", help="none, bool or float, for crops.")]
 
 
@@ -51,17 +47,7 @@ def trimul(
 
 def multiplication_shapes(target: str, channels: str, directions: str, **options: Any) -> list[TriangleMultiplicationShape]:
     """The triangle multiplications that crops with options, a preset or a key name, in order."""
-    from tpf_jit.errors import InvalidInput
-    from tpf_jit.shape import TriangleMultiplicationShape
-
-    if target[:1].isdecimal():
-        grid = product(_shapes.integers(channels, "--channels"), words(directions), _shapes.integers(target, "--crops"))
-        found = [TriangleMultiplicationShape(crop=crop, channels=width, direction=way, **options) for width, way, crop in grid]
-    else:
-        found = [shape for shape in _shapes.shapes([target]) if isinstance(shape, TriangleMultiplicationShape)]
-    if not found:
-        raise InvalidInput.of("--crops", repr(target), "crops, or a preset or key with triangle multiplications")
-    return list(dict.fromkeys(found))
+    return _shapes.shapes([target], "triangle_multiplication", words(directions), channels=channels, **options)
 
 
 def _table(record: dict[str, Any]) -> None:

@@ -9,24 +9,31 @@ import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
-from tpf_jit.cli._shapes import Batch, BiasDtype, Dtype, HeadDim, Heads, Mask, Rows, Targets
+from tpf_jit.cli._shapes import Batch, BiasDtype, Channels, Dtype, HeadDim, Heads, Hidden, Mask, Op, Rows, Targets, WeightDtype
 
 Jobs = Annotated[int | None, typer.Option("--jobs", help="Compile processes; by the number of cores if left out.")]
 
 
 def compile_kernels(
     targets: Targets,
-    heads: Heads = 4,
-    head_dim: HeadDim = "32",
+    op: Op = None,
+    heads: Heads = None,
+    head_dim: HeadDim = None,
     rows: Rows = None,
+    bias_dtype: BiasDtype = None,
+    channels: Channels = None,
+    hidden: Hidden = None,
+    weight_dtype: WeightDtype = None,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
-    bias_dtype: BiasDtype = None,
     mask: Mask = "none",
     arch: Annotated[str | None, typer.Option("--arch", help="Target, such as sm_90a; this GPU's if left out.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="This template instead of the dispatcher's choice.")] = None,
     config: Annotated[str | None, typer.Option("--config", help="A configuration: name=value,name=value.")] = None,
     residual: Annotated[bool, typer.Option("--residual", help="The forward of training, which keeps its roundings.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="Also what a training step runs: its forward, and the backward's kernels.")
+    ] = False,
     jobs: Jobs = None,
     json: Json = False,
 ) -> None:
@@ -36,9 +43,10 @@ def compile_kernels(
     from tpf_jit.kernels import default_store
 
     shapes = _shapes.shapes(
-        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
-    )
-    compiled = tpf_jit.compile(shapes, arch, template, _config(config), residual, jobs)
+        targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
+        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
+    )  # fmt: skip
+    compiled = tpf_jit.compile(shapes, arch, template, _config(config), residual, jobs, training)
     # Several problems usually share one kernel.
     serves: dict[Any, list[Any]] = {}
     for kernel in compiled:
@@ -93,12 +101,16 @@ def _config(text: str | None) -> dict[str, Any] | None:
 
 def explain(
     targets: Targets,
-    heads: Heads = 4,
-    head_dim: HeadDim = "32",
+    op: Op = None,
+    heads: Heads = None,
+    head_dim: HeadDim = None,
     rows: Rows = None,
+    bias_dtype: BiasDtype = None,
+    channels: Channels = None,
+    hidden: Hidden = None,
+    weight_dtype: WeightDtype = None,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
-    bias_dtype: BiasDtype = None,
     mask: Mask = "none",
     json: Json = False,
 ) -> None:
@@ -106,8 +118,9 @@ def explain(
     import tpf_jit
 
     shapes = _shapes.shapes(
-        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
-    )
+        targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
+        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
+    )  # fmt: skip
     found = [tpf_jit.explain(shape) for shape in shapes]
     if json:
         print_json([explanation.to_dict() for explanation in found])
@@ -117,18 +130,23 @@ def explain(
 
 def tune(
     targets: Targets,
-    heads: Heads = 4,
-    head_dim: HeadDim = "32",
+    op: Op = None,
+    heads: Heads = None,
+    head_dim: HeadDim = None,
     rows: Rows = None,
+    bias_dtype: BiasDtype = None,
+    channels: Channels = None,
+    hidden: Hidden = None,
+    weight_dtype: WeightDtype = None,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
-    bias_dtype: BiasDtype = None,
     mask: Mask = "none",
     direction: Annotated[
-        str, typer.Option("--direction", help="forward, forward_training, backward_stats, backward_key or backward_query.")
-    ] = "forward",
-    budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem.")] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem, at most.")] = None,
+        str | None,
+        typer.Option("--direction", help="One of those that sweep --plan lists; all that inference runs if left out."),
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem and direction.")] = None,
+    trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem and direction, at most.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
     device: Annotated[int | None, typer.Option("--device", help="CUDA device index.")] = None,
@@ -140,16 +158,19 @@ def tune(
     """Measure configurations on this GPU and keep the evidence. Goes on where an earlier run stopped."""
     import tpf_jit
     from tpf_jit.tune import TuneOptions
+    from tpf_jit.tune.cells import inference_directions
 
     shapes = _shapes.shapes(
-        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
-    )
+        targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
+        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
+    )  # fmt: skip
     options = TuneOptions(template=template, workers=jobs, retry_failed=retry_failed, isolate=isolate)
+    wanted = [(shape, each) for shape in shapes for each in ([direction] if direction else inference_directions(shape))]
     results = []
-    for number, shape in enumerate(shapes, 1):
-        if len(shapes) > 1 and not json:
-            say(f"[{number}/{len(shapes)}] {shape.key()}")
-        result = tpf_jit.tune(shape, direction, budget, trials, store=db, device=device, options=options)
+    for number, (shape, each) in enumerate(wanted, 1):
+        if len(wanted) > 1 and not json:
+            say(f"[{number}/{len(wanted)}] {shape.key()}/{each}")
+        result = tpf_jit.tune(shape, each, budget, trials, store=db, device=device, options=options)
         results.append(result)
         if not json:
             print(f"{result}\n")

@@ -9,7 +9,7 @@ import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
-from tpf_jit.cli._shapes import Batch, BiasDtype, Dtype, HeadDim, Heads, Mask, Rows, Targets
+from tpf_jit.cli._shapes import Batch, BiasDtype, Channels, Dtype, HeadDim, Heads, Hidden, Mask, Op, Rows, Targets, WeightDtype
 
 if TYPE_CHECKING:
     from tpf_jit.tune.cells import Plan
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 def sweep(
     targets: Targets,
-    heads: Heads = 4,
-    head_dim: HeadDim = "32",
+    op: Op = None,
+    heads: Heads = None,
+    head_dim: HeadDim = None,
     rows: Rows = None,
+    bias_dtype: BiasDtype = None,
+    channels: Channels = None,
+    hidden: Hidden = None,
+    weight_dtype: WeightDtype = None,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
-    bias_dtype: BiasDtype = None,
     mask: Mask = "none",
     direction: Annotated[
         list[str] | None,
@@ -58,8 +62,9 @@ def sweep(
     if ray is not None and gpus is not None:
         raise InvalidInput.of("--gpus", repr(gpus), "nothing together with --ray, which takes every GPU of the cluster")
     shapes = _shapes.shapes(
-        targets, head_dim, heads=heads, rows=rows, batch=batch, dtype=dtype, bias_dtype=bias_dtype, mask=mask
-    )
+        targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
+        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
+    )  # fmt: skip
     planned = cells.plan(shapes, direction or None, template)
     if not planned.cells:
         raise NoKernel("; ".join(reason for _, reason in planned.refused))

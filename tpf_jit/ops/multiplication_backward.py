@@ -12,14 +12,14 @@ factors gets both again from its own front and contraction kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpf_jit.kernels import Flags
-from tpf_jit.ops import multiplication_launch, multiplication_routing, routing
+from tpf_jit.ops import multiplication_routing, routing
 from tpf_jit.ops.launch import on_device
 from tpf_jit.ops.multiplication_launch import Saved
 from tpf_jit.shape import TriangleMultiplicationShape
@@ -69,22 +69,19 @@ class Kernels(NamedTuple):
     front_weights: routing.Launch | None
 
 
-def variants(
-    shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], bias: bool
-) -> tuple[tuple[str, Flags, bool], ...]:
+def variants(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool]) -> tuple[tuple[str, Flags, bool], ...]:
     """(family, flags, whether it runs) of the fields of `Kernels`.
 
     Args:
         take: the steps.
         saved: whether x and the factors were.
-        bias: whether the front has projection biases.
     """
     has_x, has_factors = saved
     again = not has_x or take.through and not has_factors
     families = multiplication_routing.backward_families(shape)
     runs = (take.through, take.back_weights, take.through, take.through, take.z, take.front_weights)
     return (
-        (multiplication_routing.FRONT, multiplication_routing.front_flags(bias), again),
+        (multiplication_routing.FRONT, (), again),
         (multiplication_routing.contraction(shape.direction), (), not has_x),
         *((family, (), run) for family, run in zip(families, runs, strict=True)),
     )
@@ -92,16 +89,14 @@ def variants(
 
 def all_variants(shape: TriangleMultiplicationShape) -> list[tuple[str, Flags]]:
     """(family, flags) of a backward in which everything has a gradient and nothing is made again."""
-    return [(family, flags) for family, flags, runs in variants(shape, Steps(True, True, True), (True, True), False) if runs]
+    return [(family, flags) for family, flags, runs in variants(shape, Steps(True, True, True), (True, True)) if runs]
 
 
-def find(
-    shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], bias: bool, device: torch.device
-) -> Kernels | str:
+def find(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], device: torch.device) -> Kernels | str:
     """The kernels for some steps, loaded, or why there is none; arguments as for `variants`. Raises as `routing.find_kernel`;
     nothing has been launched then."""
     found = []
-    for family, flags, runs in variants(shape, take, saved, bias):
+    for family, flags, runs in variants(shape, take, saved):
         launch = routing.find_kernel(family, shape, flags, device) if runs else None
         if isinstance(launch, str):
             return launch
@@ -128,13 +123,14 @@ def backward(
     """
     hidden, grads = weights.hidden, Weights(*(None,) * len(needed[1:]))
     with on_device(z), torch.autocast(z.device.type, enabled=False):
-        operands = _operands(found, z, mask, weights)
-        x, factors = _rebuilt(found, operands, saved, eps)
-        folded = layout_backward.fold(weights, z.dtype)
+        folded = layout.folded_parts(weights, saved.matrices, saved.terms)
+        masked = found.front is not None or found.back_backward is not None
+        operands = layout.prepare(z, mask if masked else None, folded)
+        x, factors = _rebuilt(found, operands, saved, eps, hidden)
         dout = layout.pair_operand(grad_out.to(z.dtype))
         back = (operands.z, saved.z_stats, x, saved.x_stats, dout, folded.p_out, folded.g_out, folded.out_terms)
-        back_sums = _sums(found.back_weights, back, layout_backward.back_planes_empty(z, hidden, _splits(found.back_weights)))
-        front_sums = layout_backward.front_planes_empty(z, hidden, _splits(found.front_weights))
+        back_sums = _sums(found.back_weights, back, z, hidden, layout_backward.back_planes_empty)
+        front_sums = None, None
         dz = z.new_empty(0)
         if found.back_backward is not None:
             dx, dzn = torch.empty_like(x), layout_backward.pair_empty(z)
@@ -143,7 +139,8 @@ def backward(
             dfactors = _factor_gradients(found, dx, factors)
             del dx, factors
             front = (folded.p_in, folded.g_in, folded.in_terms)
-            _sums(found.front_weights, (operands.z, saved.z_stats, operands.mask, dfactors, *front), front_sums)
+            arguments = (operands.z, saved.z_stats, operands.mask, dfactors, *front)
+            front_sums = _sums(found.front_weights, arguments, z, hidden, layout_backward.front_planes_empty)
             if found.front_backward is not None:
                 dz = torch.empty_like(z)
                 target = dz if dz.is_contiguous() and layout.complies(dz) else layout_backward.pair_empty(z)
@@ -156,20 +153,13 @@ def backward(
     return [dz, *(z.new_empty(0) if grad is None else grad for grad in grads)]
 
 
-def _operands(found: Kernels, z: Tensor, mask: Tensor | None, weights: Weights) -> layout.Operands:
-    """z and mask as kernels read them, and where the forward's run again also the weights."""
-    if found.front is not None:
-        return layout.prepare(z, mask, multiplication_launch.paired(weights))
-    mask = None if found.back_backward is None else layout.mask_buffer(mask, z)
-    return layout.Operands(layout.pair_operand(z), mask, weights)
-
-
-def _rebuilt(found: Kernels, operands: layout.Operands, saved: Saved, eps: float) -> tuple[Tensor, Tensor | None]:
+def _rebuilt(found: Kernels, operands: layout.Operands, saved: Saved, eps: float, hidden: int) -> tuple[Tensor, Tensor | None]:
     """x and the factors: those that were saved, or made again."""
-    x, factors, hidden = saved.x, saved.factors, operands.weights.hidden
+    x, factors = saved.x, saved.factors
     if found.front is not None:
         factors = layout.factors_empty(operands.z, hidden)
-        found.front.function(*operands.front(factors), None, eps, found.front.num_ctas)
+        again = layout.stats_empty(operands.z)  # those that were saved, and stay as they are
+        found.front.function(*operands.front(factors, again), eps, found.front.num_ctas)
     if found.contraction is not None:
         x = layout.contraction_empty(operands.z, hidden)
         found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
@@ -187,12 +177,12 @@ def _factor_gradients(found: Kernels, dx: Tensor, factors: Tensor) -> Tensor:
     return grads
 
 
-def _splits(launch: routing.Launch | None) -> int:
-    return 1 if launch is None else launch.splits
-
-
-def _sums(launch: routing.Launch | None, arguments: tuple, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Have a kernel fill its planes and sums; they stay as they are where nothing of them is wanted."""
-    if launch is not None:
-        launch.function(*arguments, *parts, launch.splits, launch.num_ctas)
+def _sums(
+    launch: routing.Launch | None, arguments: tuple, z: Tensor, hidden: int, planes_empty: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The planes and sums that a kernel fills; None where nothing of them is wanted."""
+    if launch is None:
+        return None, None
+    parts = planes_empty(z, hidden, launch.splits)
+    launch.function(*arguments, *parts, launch.splits, launch.num_ctas)
     return parts

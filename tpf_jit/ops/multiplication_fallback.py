@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from tpf_jit.ops.multiplication_launch import Keep, Saved
-from tpf_jit.templates.triangle_multiplication import layout_backward
+from tpf_jit.templates.triangle_multiplication import layout
 from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, factors_empty, padded
 
 BUDGET_BYTES = 256 * 2**20
@@ -79,17 +79,19 @@ def saved_for_kernels(
 ) -> Saved:
     """What kernels would have left for their own backward, from the contraction, where one of the forward's cannot be had."""
     call = _Call(z, mask, weights, rule)
-    z_stats, x_stats = (layout_backward.stats_empty(z) for _ in range(2))
+    z_stats, x_stats = (layout.stats_empty(z) for _ in range(2))
     factors = factors_empty(z, weights.hidden).zero_() if keep.factors else None
+    folded = layout.folded_empty(weights, z.dtype)
     with torch.autocast(z.device.type, enabled=False):
+        layout.fold_into(weights, *folded)
         for b in range(z.shape[0]):
             for rows in call.rows(3 * max(z.shape[-1], weights.hidden)):
-                z_stats[b, rows] = layout_backward.statistics(z[b, rows].to(call.wide), rule.eps)
-                x_stats[b, rows] = layout_backward.statistics(_pairs(x[b], rows, call.wide), rule.eps)
+                z_stats[b, rows] = layout.statistics(z[b, rows].to(call.wide), rule.eps)
+                x_stats[b, rows] = layout.statistics(_pairs(x[b], rows, call.wide), rule.eps)
             for part in call.channels(planes=3) if keep.factors else ():
                 factors[b, :, part, :, : z.shape[1]] = call.factors(b, part)
     padded_x = torch.nn.functional.pad(x, (0, padded(x.shape[-1]) - x.shape[-1])) if keep.x else None
-    return Saved(padded_x, factors, z_stats, x_stats)
+    return Saved(padded_x, factors, z_stats, x_stats, *folded)
 
 
 def backward(

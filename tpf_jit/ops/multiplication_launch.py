@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor
 
 from tpf_jit.ops import multiplication_routing, routing
 from tpf_jit.ops.launch import on_device
-from tpf_jit.shape import TriangleMultiplicationShape
-from tpf_jit.templates.triangle_multiplication import layout, layout_backward
+from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
+from tpf_jit.templates.triangle_multiplication import layout
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
 class Kernels(NamedTuple):
     """The kernels of one update, loaded."""
 
+    fold: routing.Launch
     front: routing.Launch
     contraction: routing.Launch
     back: routing.Launch
@@ -26,18 +28,22 @@ class Saved(NamedTuple):
     """What a forward leaves for its backward; each may be None.
 
     x: the contraction, `(B, D, N, N)` for a backward in PyTorch, `(B, D, N, P)` beside statistics. factors: `(B, 2, D, N, P)`.
-    z_stats, x_stats: mean and reciprocal deviation of every pair's z and x, float32 `(B, N, N, 2)`; with them the backward runs
-    on kernels, and rebuilds of x and the factors what is missing.
+    z_stats, x_stats: mean and reciprocal deviation of every pair's z and x, float32 `(B, N, N, 2)`. matrices, terms: the folded
+    weights, as `layout.folded_empty` has them. With the last four the backward runs on kernels, and rebuilds of x and the factors
+    what is missing.
     """
 
     x: Tensor | None = None
     factors: Tensor | None = None
     z_stats: Tensor | None = None
     x_stats: Tensor | None = None
+    matrices: Tensor | None = None
+    terms: Tensor | None = None
 
 
 class Keep(NamedTuple):
-    """What of a forward is kept: the contraction, the factors, both statistics."""
+    """What of a forward is kept: the contraction, the factors, and what kernels of a backward always read: both statistics and
+    the folded weights."""
 
     x: bool = False
     factors: bool = False
@@ -51,15 +57,23 @@ def find(
     shape: TriangleMultiplicationShape, weights: Weights, residual: Tensor | None, stats: bool, device: torch.device
 ) -> Kernels | str:
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
-    of_front = multiplication_routing.front_flags(has_biases(weights, "in"), stats)
-    of_back = multiplication_routing.back_flags(has_biases(weights, "out"), residual is not None, stats)
+    of_fold = multiplication_routing.fold_flags(layout.has_biases(weights))
+    of_back = multiplication_routing.back_flags(residual is not None, stats)
+    shapes = fold_shape(shape, weights), shape, shape, shape
     found = []
-    for family, chosen in zip(multiplication_routing.families(shape), (of_front, (), of_back), strict=True):
-        launch = routing.find_kernel(family, shape, chosen, device)
+    families = multiplication_routing.families(shape)
+    for family, problem, chosen in zip(families, shapes, (of_fold, (), (), of_back), strict=True):
+        launch = routing.find_kernel(family, problem, chosen, device)
         if isinstance(launch, str):
             return launch
         found.append(launch)
     return Kernels(*found)
+
+
+def fold_shape(shape: TriangleMultiplicationShape, weights: Weights) -> TriangleMultiplicationShape:
+    """The problem as a fold kernel sees it: its weight dtype is that in which `layout.fold_operands` passes the matrices."""
+    name = dtype_name(layout.matrix_dtype(weights))
+    return shape if shape.weight_dtype == name else replace(shape, weight_dtype=name)
 
 
 def forward(
@@ -72,18 +86,20 @@ def forward(
     keep: Keep = NOTHING,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
-    """The update by three launches, and what is to be kept.
+    """The update by four launches, and what is to be kept.
 
     Args:
         z: `(B, N, N, C)` bfloat16, any strides; mask, weights, residual: as `multiplication_fallback.forward` takes them,
             residual bfloat16.
         out: where to write the update; z or another tensor of its shape.
     """
-    operands = layout.prepare(z, mask, paired(weights))
     with on_device(z):
-        z_stats, x_stats = (layout_backward.stats_empty(z) if keep.stats else None for _ in range(2))
-        factors = layout.factors_empty(operands.z, weights.hidden)
-        found.front.function(*operands.front(factors), z_stats, eps, found.front.num_ctas)
+        matrices, terms = layout.folded_empty(weights, z.dtype)
+        folded = layout.folded_parts(weights, matrices, terms)
+        found.fold.function(*layout.fold_operands(weights, folded), found.fold.num_ctas)
+        operands = layout.prepare(z, mask, folded)
+        z_stats, factors = layout.stats_empty(z), layout.factors_empty(operands.z, weights.hidden)
+        found.front.function(*operands.front(factors, z_stats), eps, found.front.num_ctas)
         x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
         factors = factors if keep.factors else None
@@ -91,26 +107,11 @@ def forward(
         target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
         if residual is not None:
             residual = operands.z if residual is z else layout.pair_operand(residual)
-        found.back.function(*operands.back(x, residual, target), x_stats, eps, found.back.num_ctas)
+        x_stats = layout.stats_empty(z) if keep.stats else None
+        found.back.function(*operands.back(z_stats, x, residual, target, x_stats), eps, found.back.num_ctas)
         if out is not None and not in_place:
             out.copy_(target)
+    small = (z_stats, x_stats, matrices, terms) if keep.stats else ()
     if not keep.stats:
         x = x[..., : z.shape[1]]
-    return target if out is None else out, Saved(x if keep.x else None, factors, z_stats, x_stats)
-
-
-def has_biases(weights: Weights, end: str) -> bool:
-    """Whether a projection of the front ("in") or of the back ("out") has a bias."""
-    given = weights._asdict()
-    return given[f"p_{end}_bias"] is not None or given[f"g_{end}_bias"] is not None
-
-
-def paired(weights: Weights) -> Weights:
-    """Projection biases that come alone get zeros beside them, as a kernel has both or none."""
-    given = weights._asdict()
-    for end in ("in", "out"):
-        p, g = given[f"p_{end}_bias"], given[f"g_{end}_bias"]
-        if (p is None) != (g is None):
-            given[f"p_{end}_bias"] = torch.zeros_like(g) if p is None else p
-            given[f"g_{end}_bias"] = torch.zeros_like(p) if g is None else g
-    return Weights(**given)
+    return target if out is None else out, Saved(x if keep.x else None, factors, *small)

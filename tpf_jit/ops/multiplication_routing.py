@@ -14,12 +14,12 @@ from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
 from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication import layout
 
+FOLD = "triangle_multiplication/fold"
 FRONT = "triangle_multiplication/front"
 BACK = "triangle_multiplication/back"
 FRONT_BACKWARD = "triangle_multiplication/front_backward"
 BACK_BACKWARD = "triangle_multiplication/back_backward"
 
-_STATS = ((), (("stats", True),))
 _GRADIENT_PRODUCTS = {"outgoing": ("nn", "tn"), "incoming": ("nt", "nn")}
 
 
@@ -28,9 +28,9 @@ def contraction(direction: str) -> str:
     return f"triangle_multiplication/product_{layout.CONTRACTIONS[direction]}"
 
 
-def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str]:
+def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str, str]:
     """The families of the kernels of one update, in the order of their launches."""
-    return FRONT, contraction(shape.direction), BACK
+    return FOLD, FRONT, contraction(shape.direction), BACK
 
 
 def factor_products(direction: str) -> tuple[str, str]:
@@ -45,20 +45,20 @@ def backward_families(shape: TriangleMultiplicationShape) -> tuple[str, ...]:
     return BACK_BACKWARD, routing.BACK_WEIGHTS, *products, FRONT_BACKWARD, routing.FRONT_WEIGHTS
 
 
-def front_flags(bias: bool, stats: bool = False) -> tuple:
-    """Flags of a front kernel, as `kernels.get_kernel` takes them."""
-    return ("bias", bias), *_STATS[stats]
+def fold_flags(bias: bool) -> tuple:
+    """Flags of a fold kernel, as `kernels.get_kernel` takes them; front and products have none."""
+    return (("bias", bias),)
 
 
-def back_flags(bias: bool, residual: bool, stats: bool = False) -> tuple:
+def back_flags(residual: bool, stats: bool = False) -> tuple:
     """Flags of a back kernel."""
-    return ("bias", bias), ("residual", residual), *_STATS[stats]
+    return ("residual", residual), ("stats", stats)
 
 
 def usual_variants(shape: TriangleMultiplicationShape, stats: bool = False) -> tuple[tuple[str, tuple], ...]:
     """(family, flags) of what models run forward: no projection biases, with and without a residual. `stats`: in training."""
-    backs = tuple((BACK, back_flags(False, residual, stats)) for residual in (False, True))
-    return (FRONT, front_flags(False, stats)), (contraction(shape.direction), ()), *backs
+    backs = tuple((BACK, back_flags(residual, stats)) for residual in (False, True))
+    return (FOLD, fold_flags(False)), (FRONT, ()), (contraction(shape.direction), ()), *backs
 
 
 def activation_dtype(z: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@
       -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved: kernels, or PyTorch in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-On a Hopper GPU and with bf16 activations the forward is three kernels (`multiplication_launch`), and the backward up to six more
+On a Hopper GPU and with bf16 activations the forward is four kernels (`multiplication_launch`), and the backward up to six more
 (`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
 """
 
@@ -21,8 +21,14 @@ from tpf_jit.ops import multiplication_fallback as fallback
 from tpf_jit.ops.multiplication_fallback import Rule
 from tpf_jit.ops.multiplication_launch import Keep, Saved
 from tpf_jit.shape import TriangleMultiplicationShape
-from tpf_jit.templates.triangle_multiplication import layout_backward
-from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, contraction_empty, factors_empty
+from tpf_jit.templates.triangle_multiplication.layout import (
+    Weights,
+    contraction_dtype,
+    contraction_empty,
+    factors_empty,
+    folded_empty,
+    stats_empty,
+)
 
 _WEIGHTS = ", ".join(f"Tensor{'' if name in checks.REQUIRED else '?'} {name}" for name in Weights._fields)
 _RULE = "str direction, float eps, ScalarType dtype"
@@ -36,7 +42,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     f"triangle_multiplication_backward(Tensor grad_out, Tensor z, Tensor? mask, {_WEIGHTS}, Tensor? x, {_RULE},"
-    f" bool[{_COUNT + 1}] output_mask, Tensor? factors=None, Tensor? z_stats=None, Tensor? x_stats=None) -> Tensor[]"
+    f" bool[{_COUNT + 1}] output_mask, Tensor? factors=None, Tensor? z_stats=None, Tensor? x_stats=None,"
+    " Tensor? matrices=None, Tensor? terms=None) -> Tensor[]"
 )
 _LIBRARY.define(f"triangle_multiplication_(Tensor(a!) z, Tensor? mask, {_WEIGHTS}, Tensor? residual, {_RULE}) -> ()")
 _forward_op = torch.ops.tpf_jit.triangle_multiplication_forward.default
@@ -94,8 +101,8 @@ def triangle_multiplication(
         nothing is rounded before the LayerNorms) and z's otherwise; with a residual, what PyTorch promotes both to.
 
         For the backward these are saved: z, mask and the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
-        (float32 where that is fp16). Where it runs on kernels also mean and deviation of every pair of z and x, and unless
-        `recompute` a and b, each like x; rows of these and of x are then rounded up to 8 elements.
+        (float32 where that is fp16). Where it runs on kernels also the weights as these read them, mean and deviation of every
+        pair of z and x, and unless `recompute` a and b, each like x; rows of these and of x are then rounded up to 8 elements.
 
     Raises:
         InvalidInput: the arguments do not fit together, or `inplace` where gradients are wanted; nothing has been allocated.
@@ -176,8 +183,7 @@ def _find_backward(
 ) -> multiplication_backward.Kernels | None:
     """The kernels of a backward, or None after a warning; `saved` says whether x and the factors are there."""
     take = multiplication_backward.steps(weights, needed)
-    bias = multiplication_launch.has_biases(weights, "in")
-    found = multiplication_backward.find(shape, take, saved, bias, device)
+    found = multiplication_backward.find(shape, take, saved, device)
     if not isinstance(found, str):
         return found
     routing.warn_once(found, _BACKWARD)
@@ -208,7 +214,7 @@ def _forward_fake(z, mask, *arguments):
     if keep.stats:
         saved = [contraction_empty(z, weights.hidden)] if keep.x else []
         saved += [factors_empty(z, weights.hidden)] if keep.factors else []
-        return out, [*saved, layout_backward.stats_empty(z), layout_backward.stats_empty(z)]
+        return out, [*saved, stats_empty(z), stats_empty(z), *folded_empty(weights, z.dtype)]
     stored = z.dtype if z.dtype == torch.float64 else contraction_dtype(rule.dtype)
     return out, [fallback.contraction_empty(batch, weights.hidden, crop, stored, z.device)] if keep.x else []
 
@@ -244,12 +250,12 @@ def _inplace_fake(z, mask, *arguments):
 def _backward(grad_out, z, mask, *arguments):
     """The backward operator: gradients of z and of the weights; those that `output_mask` leaves out come back empty.
 
-    With both statistics, which a forward leaves for kernels, they run; without, or where one is missing, PyTorch does.
+    With what a forward leaves for kernels (statistics, folded weights) they run; without, or where one is missing, PyTorch does.
     """
     weights, x, rule, (output_mask, *more) = _split(arguments)
     saved = Saved(x, *more)
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
-    if reason is None and saved.z_stats is not None and saved.x_stats is not None:
+    if reason is None and all(t is not None for t in (saved.z_stats, saved.x_stats, saved.matrices, saved.terms)):
         there = (x is not None, saved.factors is not None)
         found = _find_backward(shape, weights, output_mask, there, z.device)
         if found is not None:
@@ -299,8 +305,9 @@ class _Forward(torch.autograd.Function):
         needed = [need_z, *others[:_COUNT]]
         grads = [None] * (_COUNT + 1)
         if any(needed):
-            *given, factors, z_stats, x_stats = ctx.saved_tensors
-            found = _backward_op(grad_out, *given, *ctx.rule, needed, factors, z_stats, x_stats)
+            saved = ctx.saved_tensors
+            given, more = saved[: _COUNT + 3], saved[_COUNT + 3 :]  # z, mask, weights, x; what else kernels left
+            found = _backward_op(grad_out, *given, *ctx.rule, needed, *more)
             grads = [grad if need else None for grad, need in zip(found, needed, strict=True)]
         of_residual = grad_out.to(ctx.residual_dtype) if others[_COUNT] else None
         return grads[0], None, *grads[1:], of_residual, *(None,) * (count - _COUNT - 3)
@@ -309,7 +316,7 @@ class _Forward(torch.autograd.Function):
 def _named(left: list[Tensor], keep: Keep) -> Saved:
     """What a forward left, by name."""
     rest = iter(left)
-    return Saved(*(next(rest) if there else None for there in (keep.x, keep.factors, keep.stats, keep.stats)))
+    return Saved(*(next(rest) if there else None for there in (keep.x, keep.factors, *(keep.stats,) * 4)))
 
 
 class _Backward(torch.autograd.Function):

@@ -59,7 +59,7 @@ def tune(
 
     Args:
         shape: the problem, e.g. `TriangleAttentionShape(crop=384)`.
-        direction: ``forward``, ``forward_training``, ``backward_stats``, ``backward_key`` or ``backward_query``.
+        direction: one for which the shape's operation has templates (`tpf_jit.tune.cells.tunable_directions`).
         budget_s: wall time of the search in seconds; the shoot-out of the best comes on top.
         max_trials: configurations this call may add.
         store: tuning database, open (`TuningStore`) or its path; the user's when left out.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tpf_jit.errors import InvalidInput, NoKernel
-from tpf_jit.shape import is_key, is_shape, parse_key, preset
+from tpf_jit.shape import TriangleMultiplicationShape, is_key, is_shape, parse_key, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import canonical_json
 from tpf_jit.tune.session import supporting
@@ -91,6 +91,16 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
 def tunable_directions(op: str) -> list[str]:
     """Directions that the registered templates of an operation have, in order of registration."""
     return list(dict.fromkeys(template.direction for template in registry.templates(op)))
+
+
+def inference_directions(shape: Any) -> list[str]:
+    """Those that a call without gradients runs, in order: forward, or three kernels of a triangle multiplication, as the one that
+    folds its weights has nothing to choose."""
+    if shape.op != TriangleMultiplicationShape.op:
+        return ["forward"]
+    from tpf_jit.ops.multiplication_routing import FOLD, families
+
+    return [family.partition("/")[2] for family in families(shape) if family != FOLD]
 
 
 def shapes_of(problem: Any) -> list[Any]:
