@@ -161,6 +161,15 @@ class Template(ABC):
         An unknown flag raises TypeError.
         """
 
+    def measured_as(self, shape: Any) -> Any:
+        """The problem under whose name measurements for `shape` are kept: itself, or one with the same kernels and the same work,
+        so that problems which differ in nothing that the kernel sees are measured once. All templates of a family agree.
+
+        What a shape's own `measured_as` says, if it has one, of the variant.
+        """
+        named = getattr(shape, "measured_as", None)
+        return shape if named is None else named(self.variant(shape))
+
     @abstractmethod
     def check(self, shape: Any, config: Any) -> str | None:
         """None if the configuration is legal for the problem, else the reason."""

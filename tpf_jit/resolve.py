@@ -184,9 +184,10 @@ class Dispatcher:
         index = self._loaded()
         chain = [f"{layer.name}: {layer.problem}" for layer in index.layers if layer.problem]
         model = device.model if device is not None else ""
-        problem = (op, direction, shape, model)
+        measured = next(iter(usable.values())).measured_as(shape)
+        problem = (op, direction, measured, model)
         steps = (
-            ("tuned", self._exact(cell_key(shape, direction), model, usable)),
+            ("tuned", self._exact(cell_key(measured, direction), model, usable)),
             ("nearest", itertools.chain(index.nearest(*problem), index.across_mask(*problem))),
             ("sibling", itertools.chain(*(siblings_first(index.elsewhere(*problem, mask), device) for mask in (False, True)))),
         )

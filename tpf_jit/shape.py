@@ -11,7 +11,8 @@ import math
 import operator
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from typing import Any, ClassVar
 
@@ -230,6 +231,16 @@ class TriangleMultiplicationShape(_Problem):
         self._set("dtype", _choice("dtype", dtype_name(self.dtype), KERNEL_DTYPES))
         self._set("weight_dtype", _choice("weight_dtype", dtype_name(self.weight_dtype), WEIGHT_DTYPES))
         self._set("mask", _choice("mask", "none" if self.mask is None else self.mask, MULTIPLICATION_MASK_KINDS))
+
+    def measured_as(self, variant: Mapping[str, Any]) -> TriangleMultiplicationShape:
+        """The problem under whose name a kernel of `variant` is measured: kernels see neither the direction nor, most of them,
+        the mask or how the weights come."""
+        return replace(
+            self,
+            direction="outgoing",
+            weight_dtype=self.weight_dtype if "weight_dtype" in variant else "float32",
+            mask="float" if variant.get("mask") else "none",
+        )
 
     def key(self) -> str:
         """The shape's one textual name, e.g.

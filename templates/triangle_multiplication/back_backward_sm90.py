@@ -266,22 +266,22 @@ class TriangleMultiplicationBackBackwardSm90:
             wait_stage(ring, place, state.phase)
             dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
             dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
-            pipes, where = (pipe_w, d_ring), (place, wg, tidx)
+            where = (place, wg, tidx)
             if const_expr(self.passes == 1):
                 acc_x, acc_z, d_state, w_state = self.walk(
-                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, True, True
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, True
                 )
                 self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_pair, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
                 store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles)
             else:
                 acc_x, _, d_state, w_state = self.walk(
-                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, True, False
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, False
                 )
                 self.normalise(acc_x, sX[None, None, place], sO[None, None, wg], of_pair, tidx)
                 store_in_place(tidx, wg, sO, wg, tma_dx, dx_tile, tile < tiles)
                 _, acc_z, d_state, w_state = self.walk(
-                    pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where, False, True
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, False, True
                 )
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
             store_in_place(tidx, wg, sZ, place, tma_dzn, dzn_tile, tile < tiles)

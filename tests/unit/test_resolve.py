@@ -502,7 +502,7 @@ def test_the_real_templates_resolve(private_state: Path, monkeypatch: pytest.Mon
     assert found.source == "default"
 
 
-def test_a_multiplication_borrows_across_crop_direction_and_mask(tmp_path: Path) -> None:
+def test_a_multiplication_shares_across_direction_and_borrows_across_crop_and_mask(tmp_path: Path) -> None:
     from tpf_jit.shape import TriangleMultiplicationShape
     from tpf_jit.templates import registry
 
@@ -515,8 +515,8 @@ def test_a_multiplication_borrows_across_crop_direction_and_mask(tmp_path: Path)
         store.put_trials([row])
     dispatcher = Dispatcher(path, shipped=False, device=H200)
     for fields, source in (
-        (dict(crop=384), "tuned"), (dict(crop=400), "nearest"), (dict(crop=384, direction="incoming"), "nearest"),
-        (dict(crop=384, weight_dtype="bfloat16"), "nearest"), (dict(crop=384, mask="bool"), "nearest"),
+        (dict(crop=384), "tuned"), (dict(crop=400), "nearest"), (dict(crop=384, direction="incoming"), "tuned"),
+        (dict(crop=384, weight_dtype="bfloat16"), "tuned"), (dict(crop=384, mask="bool"), "nearest"),
         (dict(crop=384, channels=64), "default"), (dict(crop=384, hidden=256), "default"),
     ):  # fmt: skip
         found = dispatcher.resolve("triangle_multiplication", "front", TriangleMultiplicationShape(**fields))

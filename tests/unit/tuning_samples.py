@@ -88,6 +88,9 @@ class FakeTemplate:
         self.max_tile_n = max_tile_n
         self.source = source
 
+    def measured_as(self, shape: Any) -> Any:
+        return shape
+
     def supports(self, shape: Any) -> tuple[bool, str]:
         return (shape.head_dim <= 64, "" if shape.head_dim <= 64 else "head dim above 64")
 

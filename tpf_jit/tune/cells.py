@@ -46,7 +46,8 @@ class Plan:
 
 
 def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = None, gpu: Any = None) -> Plan:
-    """The cells of `problem`, each once.
+    """The cells of `problem`, each once, under the names their measurements have (`Template.measured_as`); a cell without a
+    choice is none.
 
     Args:
         problem: a shape, a list of shapes, a shape key, or a preset (name or path).
@@ -59,6 +60,7 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
     """
     groups: dict[str, list[tuple[tuple[Any, ...], Cell]]] = {}
     refused: list[tuple[str, str]] = []
+    planned: set[Cell] = set()
     asked = None if directions is None else list(dict.fromkeys(directions))
     chosen = registry.get(template) if isinstance(template, str) else template
     if chosen is not None and asked is None:
@@ -75,12 +77,17 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
         for direction in known[shape.op]:
             if asked is not None and direction not in asked:
                 continue
-            cell = Cell(shape, direction)
             try:
                 templates = supporting(shape, direction, gpu, chosen)
             except NoKernel as error:
-                refused.append((cell.key, str(error)))
+                refused.append((Cell(shape, direction).key, str(error)))
                 continue
+            if sum(len(each.space(shape)) for each in templates) < 2:  # nothing to choose
+                continue
+            cell = Cell(templates[0].measured_as(shape), direction)
+            if cell in planned:
+                continue
+            planned.add(cell)
             kernels = [(each.name, dict(each.variant(shape))) for each in templates]
             group = canonical_json([shape.op, known[shape.op].index(direction), kernels])
             groups.setdefault(group, []).append((_natural(cell.key), cell))

@@ -144,7 +144,9 @@ class Session:
         """Tune one cell; arguments and errors as for `tpf_jit.tune.tune`."""
         start = time.monotonic()
         results: list[Result] = []
-        for template in self.templates(shape, direction):
+        templates = self.templates(shape, direction)
+        shape = templates[0].measured_as(shape)
+        for template in templates:
             left_s = None if budget_s is None else max(0.0, budget_s - (time.monotonic() - start))
             limits = sweep.Limits(left_s, max_trials, self.options.finalists, self._depth)
             make = self.options.make_measurer or self._cuda_measurer
@@ -210,6 +212,7 @@ class Session:
                 templates = self.templates(shape, direction)
             except NoKernel:
                 continue
+            shape = templates[0].measured_as(shape)
             for template in templates:
                 cell = f"{shape.key()}/{direction}"
                 configs = list(template.space(shape))
