@@ -284,8 +284,8 @@ class TestKernels:
         assert code == 1
         assert "no_such_field" in err
 
-    @pytest.mark.parametrize(("words", "isolate"), [((), False), (("--isolate",), True)])
-    def test_a_sweep_is_isolated_when_asked(
+    @pytest.mark.parametrize(("words", "isolate"), [((), True), (("--no-isolate",), False)])
+    def test_a_sweep_is_isolated_unless_asked(
         self, call: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], isolate: bool
     ) -> None:
         from tpf_jit.tune import node

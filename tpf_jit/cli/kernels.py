@@ -150,7 +150,7 @@ def tune(
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
     device: Annotated[int | None, typer.Option("--device", help="CUDA device index.")] = None,
-    isolate: Annotated[bool, typer.Option(help="Measure in a child process: a hang or crash costs one trial only.")] = False,
+    isolate: Annotated[bool, typer.Option(help="Measure in a child process: a hang or crash costs one trial only.")] = True,
     jobs: Jobs = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
     json: Json = False,

@@ -48,7 +48,7 @@ def sweep(
         typer.Option("--storage", help="postgresql://... by which machines with the same targets search each cell together."),
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
-    isolate: Annotated[bool, typer.Option(help="Measure in child processes: a hang or crash costs one trial only.")] = False,
+    isolate: Annotated[bool, typer.Option(help="Measure in child processes: a hang or crash costs one trial only.")] = True,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Compile processes of a machine; with --ray, of a GPU.")] = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what would be tuned, and measure nothing.")] = False,

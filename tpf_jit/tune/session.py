@@ -45,8 +45,8 @@ class TuneOptions:
         objects: object cache to use (`tpf_jit.cache.ObjectStore`).
         make_pool: makes the compile pool; `tpf_jit.pool.CompilePool` when left out.
         make_measurer: `(template, shape) -> Measurer`, in place of the CUDA one.
-        isolate: measure in a child process, so that a kernel which hangs or crashes costs one trial only; else in this one. Off
-            by default until it has been seen to give the same figures on a GPU (tests/gpu/test_isolated.py).
+        isolate: measure in a child process, so that a kernel which hangs or crashes costs one trial only; else in this one. The
+            figures are the same (tests/gpu/test_isolated.py).
 
     Raises:
         InvalidInput: `lease_s` is out of range.
@@ -63,7 +63,7 @@ class TuneOptions:
     objects: Any = None
     make_pool: Callable[[], Any] | None = None
     make_measurer: Callable[[Any, Any], Any] | None = None
-    isolate: bool = False
+    isolate: bool = True
 
     def __post_init__(self) -> None:
         from tpf_jit.tuning_db.store import LONGEST_LEASE_S
