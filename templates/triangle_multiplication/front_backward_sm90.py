@@ -307,11 +307,11 @@ class TriangleMultiplicationFrontBackwardSm90:
                     value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
                     odds = cute.math.exp2((g[r, n] - mean * terms[2]) * (rstd * -LOG2_E) + terms[3], fastmath=True)
                     s = cute.arch.rcp_approx(1.0 + odds)
-                    grad = incoming[r][c]
+                    p[r, n] = incoming[r][c] * s
                     if const_expr(self.has_mask):
-                        grad = grad * of_pair[r, 2]
-                    # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
-                    p[r, n] = Float32(0.0) if of_pair[r, 2] == 0.0 else grad * s
+                        # A select, not a product: what the gradient of a masked pair holds must not matter. What that of an
+                        # absent one holds stays in its own row, which is not stored.
+                        p[r, n] = Float32(0.0) if of_pair[r, 2] == 0.0 else p[r, n] * of_pair[r, 2]
                     both = p[r, n] * value
                     g[r, n] = both - both * s
 

@@ -200,7 +200,8 @@ class TriangleMultiplicationFrontSm90:
     # ---- device: LayerNorm --------------------------------------------------------------------------------------
     @cute.jit
     def statistics(self, pipe_z, normed, sZ, sPairs, per_pair, eps: Float32, sizes):
-        """Of every pair of a stage: mean, reciprocal deviation, and the factor its results are multiplied by."""
+        """Of every pair of a stage: mean, reciprocal deviation, the factor its results are multiplied by, and the deviation's for
+        a gate in base 2."""
         mMask, mStats = per_pair
         crop, blocks, tiles, tasks = sizes
         tidx = cute.arch.thread_idx()[0] - 128
@@ -218,7 +219,7 @@ class TriangleMultiplicationFrontSm90:
                     mean, rstd = pair_statistics(sZ[n, None, stage], eps, lane, self.channels, self.lanes, self.dtype)
                     if lane == 0:
                         four = cute.make_rmem_tensor(4, Float32)
-                        four[0], four[1], four[2], four[3] = mean, rstd, Float32(0.0), Float32(0.0)
+                        four[0], four[1], four[2], four[3] = mean, rstd, Float32(0.0), rstd * -LOG2_E
                         if k < crop:
                             four[2] = Float32(1.0)
                             if const_expr(self.has_mask):
@@ -270,7 +271,12 @@ class TriangleMultiplicationFrontSm90:
                     pipe_w.consumer_release(done)
                     done.advance()
                 cute.arch.mbarrier_wait(normed + z_state.index, z_state.phase)
-                self.gate(acc_p, acc_g, sPairs[None, None, tile], sTerms, rows, tidx)
+                if const_expr(self.has_mask):
+                    self.gate(acc_p, acc_g, sPairs[None, None, tile], sTerms, rows, tidx, True)
+                elif (block + 1) * self.tile_n <= crop:
+                    self.gate(acc_p, acc_g, sPairs[None, None, tile], sTerms, rows, tidx, False)
+                else:
+                    self.gate(acc_p, acc_g, sPairs[None, None, tile], sTerms, rows, tidx, True)
                 rounded = cute.make_rmem_tensor(shape, self.dtype)
                 rounded.store(acc_p.load().to(self.dtype))
                 target = cute.local_tile(gF, (ROWS, self.tile_n), (rows, block, i, batch))
@@ -281,8 +287,8 @@ class TriangleMultiplicationFrontSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def gate(self, acc_p, acc_g, pairs: cute.Tensor, sTerms: cute.Tensor, rows: Int32, tidx: Int32):
-        """acc_p becomes value times sigmoid of gate times the pair's factor."""
+    def gate(self, acc_p, acc_g, pairs: cute.Tensor, sTerms: cute.Tensor, rows: Int32, tidx: Int32, factors: cutlass.Constexpr):
+        """acc_p becomes value times sigmoid of gate, and where there are `factors`, times the pair's."""
         p, g = rows_view(acc_p), rows_view(acc_g)
         terms = cute.make_rmem_tensor((4, 2), Float32)
         for r in cutlass.range_constexpr(2):
@@ -290,15 +296,17 @@ class TriangleMultiplicationFrontSm90:
         for n in cutlass.range_constexpr(self.tile_n // 4):
             of_pair = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(pairs[None, 8 * (n // 2) + 2 * (tidx % 4) + n % 2], of_pair)
-            mean, rstd, factor = of_pair[0], of_pair[1], of_pair[2]
+            mean, rstd, factor, rstd_gate = of_pair[0], of_pair[1], of_pair[2], of_pair[3]
             for r in cutlass.range_constexpr(2):
                 value = (p[r, n] - mean * terms[0, r]) * rstd + terms[1, r]
-                odds = cute.math.exp2((g[r, n] - mean * terms[2, r]) * (rstd * -LOG2_E) + terms[3, r], fastmath=True)
+                odds = cute.math.exp2((g[r, n] - mean * terms[2, r]) * rstd_gate + terms[3, r], fastmath=True)
                 value = value * cute.arch.rcp_approx(1.0 + odds)
                 if const_expr(self.has_mask):
                     value = value * factor
-                # A select, not a product: what a masked or absent pair holds must not matter.
-                p[r, n] = Float32(0.0) if factor == 0.0 else value
+                if const_expr(factors):
+                    # A select, not a product: what a masked or absent pair holds must not matter.
+                    value = Float32(0.0) if factor == 0.0 else value
+                p[r, n] = value
 
 
 def build(variant: dict, config, registers: tuple[int, int, int], options: str):
