@@ -235,11 +235,10 @@ def tune(problem: Any, direction: str | None = None, *arguments: Any, **options:
     """
     from tpf_jit import resolve
     from tpf_jit.tune import tune as sweep
-    from tpf_jit.tune.cells import inference_directions
+    from tpf_jit.tune.cells import inference_cells
 
     shapes, single = _shapes(problem)
-    wanted = [(shape, each) for shape in shapes for each in ([direction] if direction else inference_directions(shape))]
-    results = [sweep(shape, each, *arguments, **options) for shape, each in wanted]
+    results = [sweep(shape, each, *arguments, **options) for shape, each in inference_cells(shapes, direction)]
     resolve.reload()
     kernels.reload_choices()
     return results[0] if single and len(results) == 1 else results

@@ -233,13 +233,14 @@ class TriangleMultiplicationShape(_Problem):
         self._set("mask", _choice("mask", "none" if self.mask is None else self.mask, MULTIPLICATION_MASK_KINDS))
 
     def measured_as(self, variant: Mapping[str, Any]) -> TriangleMultiplicationShape:
-        """The problem under whose name a kernel of `variant` is measured: kernels see neither the direction nor, most of them,
-        the mask or how the weights come."""
+        """The problem under whose name a kernel of `variant` is measured: hardly any sees the direction, how the weights come, or
+        what kind of mask there is, and some not even whether."""
+        masked = variant.get("mask") not in (None, False, "none")
         return replace(
             self,
-            direction="outgoing",
+            direction=self.direction if "direction" in variant else "outgoing",
             weight_dtype=self.weight_dtype if "weight_dtype" in variant else "float32",
-            mask="float" if variant.get("mask") else "none",
+            mask="none" if not masked else self.mask if isinstance(variant["mask"], str) else "float",
         )
 
     def key(self) -> str:

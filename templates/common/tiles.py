@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from tpf_jit.templates.common.epilogue import warpgroup_sync
@@ -46,8 +46,9 @@ def write_tile(values: cute.Tensor, tile: cute.Tensor, tiled_mma, tidx: Int32, t
 
 
 @cute.jit
-def store_in_place(tidx, wg, tiles: cute.Tensor, place, tma, target: cute.Tensor, wanted):
-    """TMA store of tile `place`, which the warpgroup has just written, if `wanted`; returns when it has been read.
+def store_in_place(tidx, wg, tiles: cute.Tensor, place, tma, target: cute.Tensor, wanted, wait: cutlass.Constexpr = True):
+    """TMA store of tile `place`, which the warpgroup has just written, if `wanted`; warp 0 returns when the tile has been read,
+    the others at once: it may be written again after the next barrier of the warpgroup, or once warp 0 has given it back.
 
     tidx: thread in the warpgroup; target: the coordinate tile of the TMA tensor, clipped at its edges.
     """
@@ -59,4 +60,5 @@ def store_in_place(tidx, wg, tiles: cute.Tensor, place, tma, target: cute.Tensor
         )
         cute.copy(tma, source[None, place], destination)
         cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(wait):  # for this one and those before
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -267,13 +267,14 @@ class TriangleMultiplicationBackBackwardSm90:
             dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
             dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
             where = (place, wg, tidx)
+            # Each warp writes over its own 16 pairs of z and x, which only its own rows of the products read.
             if const_expr(self.passes == 1):
                 acc_x, acc_z, d_state, w_state = self.walk(
                     (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, True
                 )
                 self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_pair, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
-                store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles)
+                store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles, False)
             else:
                 acc_x, _, d_state, w_state = self.walk(
                     (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, False

@@ -11,8 +11,8 @@ Layouts:
 
 A tile is 64 pairs (i, j) of one i; a CTA takes W tiles at once, one for each of its W consumer warpgroups, which use the same
 weights: they stay on the SM where they fit, else they come from L2 for every tile. x lies in shared memory as it comes, pairs
-contiguous, and is read by wgmma transposed. A LayerNorm is linear but for
-each pair's mean and deviation: z and x are multiplied as they are, and both enter after the products.
+contiguous, and is read by wgmma transposed. A LayerNorm is linear but for each pair's mean and deviation: z and x are multiplied
+as they are, and both enter after the products.
 
 Warp roles: warpgroup 0 issues TMA, the W others multiply, take the statistics of x while they wait, gate and store.
 """

@@ -15,7 +15,7 @@ from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, regist
 
 SM_REGISTERS = 65536
 PRODUCER_REGISTERS = 24
-NORM_REGISTERS = 96
+STATISTICS_REGISTERS = 96
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _MultiplicationTemplate(Template):
 
     def registers(self, config: Any) -> tuple[int, ...]:
         """Registers a thread of each role, the consumers' last."""
-        return norm_split(config.consumer_warpgroups)
+        return statistics_split(config.consumer_warpgroups)
 
     def registers_needed(self, shape: Any, config: Any) -> int:
         """Of a consumer's thread."""
@@ -90,11 +90,12 @@ class _MultiplicationTemplate(Template):
         )
 
 
-def norm_split(warpgroups: int) -> tuple[int, int, int]:
-    """(producer, normalising, consumer) registers a thread, as setmaxnreg hands them out of the CTA's pool; multiples of 8."""
+def statistics_split(warpgroups: int) -> tuple[int, int, int]:
+    """(producer, statistics, consumer) registers a thread, as setmaxnreg hands them out of the CTA's pool; multiples of 8."""
     entry = min(SM_REGISTERS // (128 * (warpgroups + 2)) // 8 * 8, 248)
-    norm = min(NORM_REGISTERS, entry)
-    return PRODUCER_REGISTERS, norm, min(240, (entry * (warpgroups + 2) - PRODUCER_REGISTERS - norm) // warpgroups // 8 * 8)
+    statistics = min(STATISTICS_REGISTERS, entry)
+    left = entry * (warpgroups + 2) - PRODUCER_REGISTERS - statistics
+    return PRODUCER_REGISTERS, statistics, min(240, left // warpgroups // 8 * 8)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class TriangleMultiplicationFrontBackward(_Backward):
                 steps = 2 * shape.hidden // tile_h
                 for pair_stages in (1, 2):
                     # All weights on the SM; else as many as fit.
-                    for weights in (steps, 4, 3, 2):
+                    for weights in (steps, *(n for n in (4, 3, 2) if n < steps)):
                         fitting = (FrontBackwardConfig(tile_h, warpgroups, n, weights, pair_stages) for n in (4, 3, 2))
                         legal = [config for config in fitting if self.check(shape, config) is None]
                         if legal and legal[0] not in found:
@@ -286,7 +286,7 @@ class TriangleMultiplicationBackBackward(_Backward):
                 steps = shape.channels // tile_c
                 for pair_stages in (1, 2):
                     # All weights on the SM; else as many as fit.
-                    for weights in (steps, 4, 3, 2):
+                    for weights in (steps, *(n for n in (4, 3, 2) if n < steps)):
                         fitting = (BackBackwardConfig(tile_c, warpgroups, n, weights, pair_stages) for n in (4, 3, 2))
                         legal = [config for config in fitting if self.check(shape, config) is None]
                         if legal and legal[0] not in found:

@@ -63,7 +63,7 @@ class TriangleMultiplicationFrontSm90:
         self.producer_registers, self.norm_registers, self.consumer_registers = registers
         self.resident = self.w_stages >= 2 * self.hidden // ROWS * (self.channels // self.tile_k)
         self.threads = 128 * (self.warpgroups + 2)
-        self.lanes = min(8, 1 << (self.channels // VECTOR).bit_length() - 1)  # threads that normalise one pair
+        self.lanes = min(8, 1 << (self.channels // VECTOR).bit_length() - 1)  # threads that share one pair
 
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
@@ -197,7 +197,7 @@ class TriangleMultiplicationFrontSm90:
         if const_expr(not self.resident):
             pipe_w.producer_tail(w_state)
 
-    # ---- device: LayerNorm --------------------------------------------------------------------------------------
+    # ---- device: statistics -------------------------------------------------------------------------------------
     @cute.jit
     def statistics(self, pipe_z, normed, sZ, sPairs, per_pair, eps: Float32, sizes):
         """Of every pair of a stage: mean, reciprocal deviation, the factor its results are multiplied by, and the deviation's for
@@ -226,6 +226,8 @@ class TriangleMultiplicationFrontSm90:
                                 four[2] = mMask[batch, i, k]
                             keep_statistics(mStats, (batch, i, k), mean, rstd)
                         cute.autovec_copy(four, sPairs[None, n, stage])
+            # z was read by ordinary loads, and is next written by bulk copies (see `tma.release_after_reads`).
+            cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             if tidx % 32 == 0:
                 cute.arch.mbarrier_arrive(normed + state.index)

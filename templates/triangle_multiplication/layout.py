@@ -36,8 +36,9 @@ so kernels multiply z and x as they lie in memory by folded weights W', and appl
     norm_*, *_bias           float32 (C,), (D,), (2 D,), never None; but for the four biases, which may be None together
     in_terms, out_terms      float32 (2 D, 4) and (C, 4): of every row u and b' of p, then u and b' of g
 
-What folding reads and writes lies on 16-byte boundaries. P makes every row of factors and x a whole number of 16 bytes, the unit
-of TMA. Weights of other dtypes are converted once a call; they are small. Nothing here reads a value on the host.
+What folding writes lies on 16-byte boundaries; what it reads may lie anywhere, as parts of a flat buffer do. P makes every row of
+factors and x a whole number of 16 bytes, the unit of TMA. Weights of other dtypes are converted once a call; they are small.
+Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]
     dtype, biased, device = matrix_dtype(w), has_biases(w), w.p_out_weight.device
 
     def vector(x: Tensor | None, width: int, fill: float) -> Tensor:
-        return torch.full((width,), fill, device=device) if x is None else _buffer(x, torch.float32)
+        if x is None:
+            return torch.full((width,), fill, dtype=torch.float32, device=device)
+        return x.to(torch.float32).contiguous()
 
     def bias(x: Tensor | None, width: int) -> Tensor | None:
         return vector(x, width, 0.0) if biased else None
@@ -133,18 +136,12 @@ def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]
     channels, hidden = w.p_out_weight.shape
     matrices = (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)
     return (
-        *(_buffer(x, dtype) for x in matrices),
+        *(x.to(dtype).contiguous() for x in matrices),
         vector(w.norm_in_weight, channels, 1.0), vector(w.norm_in_bias, channels, 0.0),
         vector(w.norm_out_weight, hidden, 1.0), vector(w.norm_out_bias, hidden, 0.0),
         bias(w.p_in_bias, 2 * hidden), bias(w.g_in_bias, 2 * hidden), bias(w.p_out_bias, channels), bias(w.g_out_bias, channels),
         folded.p_in, folded.g_in, folded.p_out, folded.g_out, folded.in_terms, folded.out_terms,
     )  # fmt: skip
-
-
-def _buffer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, in `dtype`, on an aligned base (which a part of a flat buffer may lack); itself where it is all that."""
-    x = x.to(dtype).contiguous()
-    return x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone()
 
 
 def matrix_dtype(weights: Weights) -> torch.dtype:

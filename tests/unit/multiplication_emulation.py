@@ -41,7 +41,8 @@ def fold(
     assert p_in.dtype in (torch.float32, torch.bfloat16) and len(given) in (4, 8) and num_ctas >= 1
     assert all(x.dtype == p_in.dtype for x in (g_in, p_out, g_out)) and all(x.dtype == torch.float32 for x in given)
     filled = (f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms)
-    assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (p_in, g_in, p_out, g_out, *given, *filled))
+    assert all(x.is_contiguous() for x in (p_in, g_in, p_out, g_out, *given, *filled))
+    assert all(x.data_ptr() % 16 == 0 for x in filled)
     for matrix, folded, (scale, shift), bias, terms in (
         (p_in, f_p_in, vectors[:2], p_in_bias, in_terms[:, :2]), (g_in, f_g_in, vectors[:2], g_in_bias, in_terms[:, 2:]),
         (p_out, f_p_out, vectors[2:4], p_out_bias, out_terms[:, :2]), (g_out, f_g_out, vectors[:2], g_out_bias, out_terms[:, 2:]),

@@ -173,6 +173,18 @@ def test_weights_are_folded_where_they_are() -> None:
         assert len({x.data_ptr() for x in filled}) == 6 and all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in filled)
 
 
+def test_what_is_filled_in_is_float32_whatever_the_default_dtype() -> None:
+    made = make_inputs(Shape(6, 32, 64), projection_biases=True).weights
+    weights = made._replace(norm_in_weight=None, norm_in_bias=None, norm_out_weight=None, norm_out_bias=None, g_in_bias=None)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        vectors = layout.fold_operands(weights, layout.fold(weights, torch.bfloat16))[4:12]
+    finally:
+        torch.set_default_dtype(default)
+    assert all(x.dtype == torch.float32 for x in vectors)
+
+
 @pytest.mark.parametrize(
     "arrange",
     [lambda z: z.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1), lambda z: torch.cat([z, z[..., :1]], -1)[..., :-1],

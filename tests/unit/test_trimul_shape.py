@@ -14,7 +14,9 @@ from tpf_jit.cli import _shapes
 from tpf_jit.errors import InvalidInput
 from tpf_jit.ops import routing
 from tpf_jit.shape import SHAPES, TriangleAttentionShape, TriangleMultiplicationShape, is_key, parse_key, preset
+from tpf_jit.templates import registry
 from tpf_jit.templates.base import ProblemShape
+from tpf_jit.tune import cells
 
 KEY = "triangle_multiplication/B1/N384/C128/D128/outgoing/bfloat16/weight-float32/mask-none"
 
@@ -174,3 +176,25 @@ def test_a_shape_is_explained(monkeypatch) -> None:
     assert tpf_jit.is_supported(shape) == (False, "there is no Hopper GPU")
     found = tpf_jit.explain(shape)
     assert (found.path, found.reason, found.shape) == ("fallback", "there is no Hopper GPU", KEY)
+
+
+def test_problems_that_a_kernel_does_not_tell_apart_are_measured_once() -> None:
+    shape = TriangleMultiplicationShape(384, direction="incoming", weight_dtype="bfloat16", mask="bool")
+    front, back, fold = (registry.get(f"triangle_multiplication_{name}_sm90") for name in ("front", "back", "fold"))
+    assert front.measured_as(shape) == TriangleMultiplicationShape(384, mask="float")
+    assert back.measured_as(shape) == TriangleMultiplicationShape(384)
+    assert fold.measured_as(shape) == TriangleMultiplicationShape(384, weight_dtype="bfloat16")
+    # A third party's kernel may see more.
+    kept = shape.measured_as({"direction": "incoming", "mask": "bool", "weight_dtype": "bfloat16"})
+    assert kept == shape and shape.measured_as({"mask": "none"}).mask == "none"
+
+
+def test_a_plan_has_each_measurement_once_and_names_what_has_no_choice() -> None:
+    both = [TriangleMultiplicationShape(64, direction=direction) for direction in ("outgoing", "incoming")]
+    planned = cells.plan(both)
+    assert len({cell.key for cell in planned.cells}) == len(planned.cells) == 9 and not planned.refused
+    assert all(cell.direction != "fold" and cell.shape.direction == "outgoing" for cell in planned.cells)
+    refused = cells.plan(both, ["fold"])
+    assert not refused.cells and all("one configuration" in reason for _, reason in refused.refused)
+    found = [each for _, each in cells.inference_cells(both)]
+    assert found == ["front", "product_nt", "back", "product_tn"]

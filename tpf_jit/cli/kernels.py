@@ -158,14 +158,14 @@ def tune(
     """Measure configurations on this GPU and keep the evidence. Goes on where an earlier run stopped."""
     import tpf_jit
     from tpf_jit.tune import TuneOptions
-    from tpf_jit.tune.cells import inference_directions
+    from tpf_jit.tune.cells import inference_cells
 
     shapes = _shapes.shapes(
         targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
         weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
     )  # fmt: skip
     options = TuneOptions(template=template, workers=jobs, retry_failed=retry_failed, isolate=isolate)
-    wanted = [(shape, each) for shape in shapes for each in ([direction] if direction else inference_directions(shape))]
+    wanted = inference_cells(shapes, direction)
     results = []
     for number, (shape, each) in enumerate(wanted, 1):
         if len(wanted) > 1 and not json:

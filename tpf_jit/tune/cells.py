@@ -47,7 +47,7 @@ class Plan:
 
 def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = None, gpu: Any = None) -> Plan:
     """The cells of `problem`, each once, under the names their measurements have (`Template.measured_as`); a cell without a
-    choice is none.
+    choice is none, and refused if its direction was asked for.
 
     Args:
         problem: a shape, a list of shapes, a shape key, or a preset (name or path).
@@ -82,7 +82,9 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
             except NoKernel as error:
                 refused.append((Cell(shape, direction).key, str(error)))
                 continue
-            if sum(len(each.space(shape)) for each in templates) < 2:  # nothing to choose
+            if sum(len(each.space(shape)) for each in templates) < 2:
+                if asked is not None:
+                    refused.append((Cell(shape, direction).key, "there is one configuration only, so nothing to choose"))
                 continue
             cell = Cell(templates[0].measured_as(shape), direction)
             if cell in planned:
@@ -108,6 +110,17 @@ def inference_directions(shape: Any) -> list[str]:
     from tpf_jit.ops.multiplication_routing import FOLD, families
 
     return [family.partition("/")[2] for family in families(shape) if family != FOLD]
+
+
+def inference_cells(shapes: Iterable[Any], direction: str | None = None) -> list[tuple[Any, str]]:
+    """(shape, direction) of what calls without gradients run, or of one direction; each measurement once, by its first name."""
+    found: dict[str, tuple[Any, str]] = {}
+    for shape in shapes:
+        for each in [direction] if direction else inference_directions(shape):
+            templates = registry.templates(shape.op, each)
+            named = templates[0].measured_as(shape) if templates else shape
+            found.setdefault(Cell(named, each).key, (shape, each))
+    return list(found.values())
 
 
 def shapes_of(problem: Any) -> list[Any]:
