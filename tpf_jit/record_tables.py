@@ -1,5 +1,6 @@
 """Markdown tables from records: implementations side by side where rows have a time each, tensors side by side where they have
-an error each, the closest case where rows have bounds, else one line a row."""
+an error each, the closest case where rows have bounds, states of knowledge side by side where rows are searches, else one line a
+row."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ _MEASURED = ("ms", "ms_p10", "ms_p90", "peak_mib", "config", "config_from", "rel
 _SIZES = ("B", "I", "N", "H", "D", "C", "hidden", "crop")
 _COUNTED = ("cases", "not_finite", "rel_rms_mean", "rel_rms_max", "max_abs", "bitwise_repeats", "bitwise_cases", "bitwise_equal")
 """Fields of a judged row that are results of one problem, of which a table shows the sum over all."""
+_SEARCHED = ("knowledge", "order", "failed", "trials", "found_us", "best_us", "ratio", "trials_to_2pct")
+"""Fields of a replayed search that are none of its problem and size."""
 OURS = "tpf_jit"
 
 
@@ -19,8 +22,9 @@ def row_keys(record: Mapping[str, Any]) -> set[tuple]:
     """What a record makes statements about; a newer record with all of these supersedes it."""
     if _is_timed(record):
         return {(row["impl"], *_problem(row)) for row in record["rows"]}
+    rest = ("order",) if _is_searched(record) else ()
     return {
-        tuple((name, str(value)) for name, value in sorted(row.items()) if name in _SIZES or isinstance(value, str))
+        tuple((k, str(value)) for k, value in sorted(row.items()) if k not in rest and (k in _SIZES or isinstance(value, str)))
         for row in record["rows"]
     }
 
@@ -32,7 +36,7 @@ def record_table(record: Mapping[str, Any], name: str) -> str:
         record: a valid record.
         name: name of its file, for the caption.
     """
-    layouts = ((_is_timed, _side_by_side), (_is_judged, _errors), (_is_bounded, _closest))
+    layouts = ((_is_timed, _side_by_side), (_is_judged, _errors), (_is_bounded, _closest), (_is_searched, _searches))
     layout = next((layout for applies, layout in layouts if applies(record)), _one_by_one)
     header, lines = layout(record)
     numeric = [all(_looks_numeric(line[column]) for line in lines) for column in range(len(header))]
@@ -54,6 +58,10 @@ def _is_judged(record: Mapping[str, Any]) -> bool:
 
 def _is_bounded(record: Mapping[str, Any]) -> bool:
     return all({"pass", "impl", "tensor", "dtype", "rel_rms_max", "bound", "bitwise_equal"} <= set(row) for row in record["rows"])
+
+
+def _is_searched(record: Mapping[str, Any]) -> bool:
+    return all({"pass", "knowledge", "configurations", "share", "ratio", "trials_to_2pct"} <= set(row) for row in record["rows"])
 
 
 def _problem(row: Mapping[str, Any]) -> tuple:
@@ -109,6 +117,30 @@ def _closest(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["implementation", "pass", "tensor", "dtype", *counts], lines
 
 
+def _searches(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line a cell: the time found over the best after the share of all trials, in brackets the trials until within 2 %."""
+    rows = record["rows"]
+    known = list(dict.fromkeys(row["knowledge"] for row in rows))
+    constant = _constants(rows)
+    names = [name for name in rows[0] if name not in _SEARCHED and name not in constant]
+    problems: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        problems.setdefault(tuple(_cell(row.get(name)) for name in names), {})[row["knowledge"]] = row
+    lines = []
+    for problem, by_knowledge in problems.items():
+        one = next(iter(by_knowledge.values()))
+        found = (_ratio(by_knowledge.get(knowledge)) for knowledge in known)
+        lines.append([*problem, _cell(one["trials"]), _cell(float(one["best_us"])), *found])
+    return [*names, "trials", "best, us", *(f"{knowledge}, found / best (trials to 2 %)" for knowledge in known)], lines
+
+
+def _ratio(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    near = "never" if row["trials_to_2pct"] is None else _cell(row["trials_to_2pct"])
+    return f"{'nothing' if row['ratio'] is None else format(row['ratio'], '.3f')} ({near})"
+
+
 def _error(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
@@ -142,7 +174,7 @@ def _caption(record: Mapping[str, Any], name: str) -> str:
     if device.get("driver"):
         facts.append(f"driver {device['driver']}")
     facts += [f"PyTorch {versions['torch']}", f"tpf_jit {versions['tpf_jit']}", record["date"][:10]]
-    counted = _COUNTED if _is_judged(record) or _is_bounded(record) else ()
+    counted = _COUNTED if _is_judged(record) or _is_bounded(record) else _SEARCHED if _is_searched(record) else ()
     shared = {field: value for field, value in _constants(record["rows"]).items() if field not in counted}
     constant = ", ".join(f"{field} = {value}" for field, value in shared.items())
     method = ", ".join(f"{field} {_cell(value)}" for field, value in record["method"].items())
@@ -153,7 +185,7 @@ def _caption(record: Mapping[str, Any], name: str) -> str:
 
 
 def _footnote(record: Mapping[str, Any]) -> list[str]:
-    absent = record.get("absent_peers") or {}
+    absent = {**(record.get("absent_peers") or {}), **(record.get("absent_cells") or {})}
     return ["", "Not measured: " + "; ".join(f"{peer} ({_cell(why)})" for peer, why in absent.items()) + "."] if absent else []
 
 

@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from tpf_jit.templates.common.tiles import pair_of_operand
+
 VECTOR = 8  # channels of one 16-byte access
 
 
@@ -72,3 +74,23 @@ def norm_gradient(t: cute.Tensor, x: cute.Tensor, mean: Float32, rstd: Float32, 
     product = cute.arch.warp_reduction_sum(product, threads_in_group=4) * (1.0 / width)
     for n in cutlass.range_constexpr(cute.size(t)):
         t[n] = (t[n] - total - x[n] * product) * rstd
+
+
+@cute.jit
+def operand_statistics(frag: cute.Tensor, eps: Float32, width: cutlass.Constexpr) -> cute.Tensor:
+    """((mean, reciprocal deviation), 2 rows) of the rows of `tiles.read_operand`'s fragment: first the mean, then the variance
+    about it, as PyTorch takes them."""
+    found = cute.make_rmem_tensor((2, 2), Float32)
+    for r in cutlass.range_constexpr(2):
+        total, squares = Float32(0.0), Float32(0.0)
+        for j in cutlass.range_constexpr(width // 8):
+            two = pair_of_operand(frag, r, j)
+            total += two[0] + two[1]
+        mean = cute.arch.warp_reduction_sum(total, threads_in_group=4) * (1.0 / width)
+        for j in cutlass.range_constexpr(width // 8):
+            two = pair_of_operand(frag, r, j)
+            first, second = two[0] - mean, two[1] - mean
+            squares += first * first + second * second
+        variance = cute.arch.warp_reduction_sum(squares, threads_in_group=4) * (1.0 / width)
+        found[0, r], found[1, r] = mean, cute.math.rsqrt(variance + eps, fastmath=True)
+    return found

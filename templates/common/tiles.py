@@ -62,3 +62,26 @@ def store_in_place(tidx, wg, tiles: cute.Tensor, place, tma, target: cute.Tensor
         cute.arch.cp_async_bulk_commit_group()
         if const_expr(wait):  # for this one and those before
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def read_operand(tile: cute.Tensor, tiled_mma, tidx: Int32, width: cutlass.Constexpr, columns: cutlass.Constexpr,
+                 transposed: cutlass.Constexpr) -> cute.Tensor:  # fmt: skip
+    """The warpgroup's fragment of a (64, width) tile in the order of an A operand, flat; `columns` at a time, which is the N of
+    tiled_mma. Of element e, row and column are those of an accumulator's."""
+    frag = cute.make_rmem_tensor(width // 2, tile.element_type)
+    tiled = cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), tile.element_type), tiled_mma
+    )
+    shape = tiled_mma.partition_shape_C((64, columns))
+    for n in cutlass.range_constexpr(width // columns):
+        part = cute.make_tensor(frag.iterator + n * (columns // 2), cute.make_layout(shape))
+        source = cute.local_tile(tile, (64, columns), (0, n))
+        cute.copy(tiled, tiled.get_slice(tidx).partition_S(source), tiled.retile(part))
+    return frag
+
+
+@cute.jit
+def pair_of_operand(frag: cute.Tensor, row: cutlass.Constexpr, group: cutlass.Constexpr) -> cute.Tensor:
+    """Float32 of both neighbouring columns in a group of 8 of a row of this thread, of `read_operand`'s fragment."""
+    return widen_bf16(cute.make_tensor(frag.iterator + (2 * row + 4 * group), cute.make_layout(2)))

@@ -18,6 +18,10 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
 )
+from tpf_jit.templates.triangle_multiplication.config_rows import (
+    TriangleMultiplicationBackRows,
+    TriangleMultiplicationFrontRows,
+)
 
 TEMPLATES = (
     TriangleMultiplicationFold,
@@ -30,4 +34,6 @@ TEMPLATES = (
     TriangleMultiplicationBackWeights,
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
+    TriangleMultiplicationFrontRows,
+    TriangleMultiplicationBackRows,
 )

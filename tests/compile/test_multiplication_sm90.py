@@ -102,6 +102,24 @@ def test_every_configuration_compiles(name: str) -> None:
         assert resources["spill_bytes"] <= 192, (config, resources["spill_bytes"])
 
 
+@pytest.mark.parametrize("channels, hidden", [(128, 128), (64, 64), (64, 128), (32, 32)])
+@pytest.mark.parametrize("name", ["front_rows", "back_rows"])
+def test_rows(name: str, channels: int, hidden: int) -> None:
+    """Operands in registers: two blocks' products in flight, none serialised."""
+    template = get(f"triangle_multiplication_{name}_sm90")
+    shape = TriangleMultiplicationShape(384, channels, hidden, mask="bool")
+    products = 2 * (2 * channels if name == "front_rows" else channels + hidden) // 16
+    assert resources_of(template, shape)["hgmma"] == products
+    assert template.check(shape, template.default(shape)) is None
+
+
+def test_rows_need_all_weights_on_an_sm() -> None:
+    wide = TriangleMultiplicationShape(384, 256)
+    for name in ("front_rows", "back_rows"):
+        supported, reason = get(f"triangle_multiplication_{name}_sm90").supports(wide)
+        assert not supported and "do not fit" in reason
+
+
 def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:
     template = BACKWARD["front_weights"]
     shape = TriangleMultiplicationShape(384)

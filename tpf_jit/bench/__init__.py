@@ -4,6 +4,7 @@
     accuracy.py    triangle attention and its gradients against float64, case by case, and repeated calls bit by bit
     multiplication.py, multiplication_accuracy.py  the same of the triangle multiplicative update, with multiplication_peers.py
     interleaved.py how benches time implementations in turns
+    search.py      how near to the best a search comes that may try a share of all configurations
     latency.py     overhead of a call, and time from import to the first result in a new process
     environment.py the device, its clock, and the head of a record
     peers.py       who is measured; peer_base.py what that takes, other_peers.py how each library is called
@@ -26,7 +27,9 @@ _EXPORTS = {
     "bench_latency": "latency",
     "bench_multiplication": "multiplication",
     "multiplication_peers": "multiplication_peers",
+    "bench_search": "search",
     "RoundSettings": "interleaved",
+    "SearchSettings": "search",
     "peers": "peers",
 }
 
@@ -35,11 +38,13 @@ __all__ = [
     "BenchSettings",
     "MultiplicationAccuracySettings",
     "RoundSettings",
+    "SearchSettings",
     "accuracy_attention",
     "accuracy_multiplication",
     "bench_attention",
     "bench_latency",
     "bench_multiplication",
+    "bench_search",
 ]
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     from .latency import bench_latency
     from .multiplication import bench_multiplication
     from .multiplication_accuracy import MultiplicationAccuracySettings, accuracy_multiplication
+    from .search import SearchSettings, bench_search
 
 
 def __getattr__(name: str):

@@ -79,21 +79,25 @@ def bench_attention(
     return measured.record("bench.attention", command, settings, layout=settings.layout, checked=checked)
 
 
+def problem_fields(shape: Any) -> dict[str, Any]:
+    """Fields of a row that say which problem it is."""
+    return {
+        "B": shape.batch,
+        "I": shape.rows,
+        "N": shape.crop,
+        "H": shape.heads,
+        "D": shape.head_dim,
+        "dtype": shape.dtype,
+        "bias_dtype": shape.bias_dtype,
+        "mask": shape.mask,
+    }
+
+
 class _Problem(Problem):
     """One problem and pass on one device."""
 
     def _fields(self) -> dict[str, Any]:
-        shape = self._shape
-        return {
-            "B": shape.batch,
-            "I": shape.rows,
-            "N": shape.crop,
-            "H": shape.heads,
-            "D": shape.head_dim,
-            "dtype": shape.dtype,
-            "bias_dtype": shape.bias_dtype,
-            "mask": shape.mask,
-        }
+        return problem_fields(self._shape)
 
     def _leaves(self, peer: Peer, inputs: Inputs) -> tuple[Any, ...]:
         return differentiated(peer, inputs)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpf_jit.cli import accuracy, accuracy_trimul, bench, bench_trimul, db, doctor, kernels, records, sweep
+from tpf_jit.cli import accuracy, accuracy_trimul, bench, bench_search, bench_trimul, db, doctor, kernels, records, sweep
 from tpf_jit.errors import TpfError
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ app.command("demo", short_help="Show what tpf_jit does on this machine.")(kernel
 app.command("accuracy", short_help="Judge implementations and gradients against float64.")(accuracy.accuracy)
 app.command("accuracy-trimul", short_help="The same of the triangle multiplicative update.")(accuracy_trimul.accuracy_trimul)
 bench.app.command("trimul")(bench_trimul.trimul)
+bench.app.command("search")(bench_search.search)
 app.add_typer(bench.app, name="bench")
 app.add_typer(db.app, name="db")
 app.add_typer(records.app, name="records")

@@ -324,14 +324,20 @@ def _lost(candidate: Candidate, outcome: Outcome) -> MeasurementFailed:
 
 def neighbour_rows(store: Any, template: Any, cell: str) -> list[Any]:
     """Rows that may order a sweep of `cell`: the template's, of the database and those that ship, but the cell's own current."""
-    rows = {row.id: row for row in store.trials(template=template.name)}
+    rows = {row.id: row for row in store.trials(template=template.name)} | shipped_rows(template)
+    current = template.source_hash()
+    return [row for row in rows.values() if not (row.cell == cell and row.source_hash == current)]
+
+
+def shipped_rows(template: Any) -> dict[str, Any]:
+    """The template's rows in the tables that ship, by id."""
+    rows: dict[str, Any] = {}
     for path in reader.shipped_files():
         try:
             rows |= {name: row for name, row in merge.read_lines(path).trials.items() if row.template == template.name}
         except TpfError as error:
             _log.info("%s is left out of the order: %s", path.name, error)
-    current = template.source_hash()
-    return [row for row in rows.values() if not (row.cell == cell and row.source_hash == current)]
+    return rows
 
 
 def ordered_space(template: Any, shape: Any, direction: str, model: str, rows: Sequence[Any]) -> tuple[list[Any], str]:

@@ -1,0 +1,328 @@
+"""Triangle multiplicative update, back, for sm_90a, with operands in registers. Computes what back_sm90.py does, with the same
+calling convention; for weights that fit on an SM.
+
+A warpgroup takes a tile of 64 pairs (i, j) of one i, of z and of x, into registers, as the operands of all its products, and
+gives the shared memory back at once: see front_rows_sm90.py, whose warp roles and order of work these are.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.epilogue import warpgroup_sync
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.norm import keep_statistics, operand_statistics, read_statistics
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.tiles import read_operand, write_tile
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # pairs of one tile: the M of wgmma
+READ_COLUMNS = 32  # channels read at a time
+SETS = 2  # blocks at a time
+
+
+class TriangleMultiplicationBackRowsSm90:
+    """The back kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.channels, self.hidden = variant["channels"], variant["hidden"]
+        self.has_residual, self.has_stats = variant["residual"], variant["stats"]
+        self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
+        self.stages, self.out_stages = config.stages, config.out_stages
+        self.blocks = self.channels // self.tile_c
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major, c = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR, self.tile_c
+
+        def mma(columns, source):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.mma = mma(c, warpgroup.OperandSource.RMEM)
+        self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
+        tiles = self.stages * self.warpgroups
+        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
+        self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
+        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.blocks)
+        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.blocks)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.out_stages * self.warpgroups)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar_in: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
+            bar_w: cute.struct.MemRange[Int64, 2]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
+            z: smem_area(self.dtype, self.z_layout)
+            x: smem_area(self.dtype, self.x_layout)
+            p: smem_area(self.dtype, self.p_layout)
+            g: smem_area(self.dtype, self.g_layout)
+            o: smem_area(self.dtype, self.o_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mZStats: cute.Tensor, mX: cute.Tensor, mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor,
+        mResidual: cute.Tensor | None, mOut: cute.Tensor, mXStats: cute.Tensor | None, eps: Float32, num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        # (B, i, j, C) seen as (j, C, i, B), and (B, D, i, P) as (P, D, i, B).
+        z, out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mOut))
+        x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
+        loads = (
+            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
+            atom(load, x, one_stage(self.x_layout), (ROWS, self.hidden)),
+            atom(load, mP, one_stage(self.p_layout), (self.tile_c, self.hidden)),
+            atom(load, mG, one_stage(self.g_layout), (self.tile_c, self.channels)),
+        )
+        stores = atom(store, out, one_stage(self.o_layout), (ROWS, self.tile_c))
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, ROWS)
+        tiles = blocks * crop * batch
+        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles)).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, stats, mTerms, mResidual, eps: Float32, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sZ, sX, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.o, self.o_layout)
+        sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+
+        in_stages = self.stages * self.warpgroups
+        in_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
+        ring = ring_of(sm.bar_in.data_ptr(), in_stages)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                initialise_ring(ring, in_stages)
+        weight_bytes = self.blocks * (tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype))
+        pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx < self.warpgroups:
+                self.load(ring, loads, (sZ, sX), sizes, warp_idx, in_bytes)
+            elif warp_idx == self.warpgroups:
+                self.load_weights(pipe_w, loads, sP, sG)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.project(ring, pipe_w, (sZ, sX, sP, sG, sO, sTerms), stats, stores, mResidual, eps, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of j, i, batch)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    @cute.jit
+    def rounds(self, tiles: Int32, wg: Int32):
+        """Tiles of a warpgroup of this CTA."""
+        each = cute.arch.grid_dim()[0] * self.warpgroups
+        return (tiles - cute.arch.block_idx()[0] * self.warpgroups - wg + each - 1) // each
+
+    # ---- device: producers --------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, ring, loads, smem, sizes, wg: Int32, in_bytes: cutlass.Constexpr):
+        """The tiles of one warpgroup."""
+        (tma_z, gZ), (tma_x, gX) = loads[:2]
+        sZ, sX = smem
+        crop, blocks, tiles = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
+        tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
+        state = producer_state(self.stages)
+        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            block, i, batch = self.decode(tile, crop, blocks)
+            place = wg * self.stages + state.index
+            bar = acquire_stage(ring, place, state.phase, in_bytes)
+            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+            cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
+            state.advance()
+        drain_ring(ring, wg, state, self.stages)
+
+    @cute.jit
+    def load_weights(self, pipe_w, loads, sP, sG):
+        (tma_p, gP), (tma_g, gG) = loads[2:4]
+        tPs, tPg = partition(tma_p, sP, gP, (self.tile_c, self.hidden), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (self.tile_c, self.channels), (None, 0))
+        state = producer_state(1)
+        pipe_w.producer_acquire(state)
+        bar = pipe_w.producer_get_barrier(state)
+        for c in cutlass.range(self.blocks, unroll=1):
+            cute.copy(tma_p, tPg[None, c], tPs[None, c], tma_bar_ptr=bar)
+            cute.copy(tma_g, tGg[None, c], tGs[None, c], tma_bar_ptr=bar)
+
+    # ---- device: projection and gate ----------------------------------------------------------------------------
+    @cute.jit
+    def project(self, ring, pipe_w, smem, stats, stores, mResidual, eps: Float32, sizes):
+        sZ, sX, sP, sG, sO, sTerms = smem
+        mZStats, mXStats = stats
+        crop, blocks, tiles = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        mma = self.mma
+        tP, tG = (mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG))
+        shape = mma.partition_shape_C((ROWS, self.tile_c))
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(SETS)]
+        layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.channels, self.hidden)]
+        state = consumer_state(self.stages)
+        pipe_w.consumer_wait(consumer_state(1))
+        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            block, i, batch = self.decode(tile, crop, blocks)
+            place, first = wg * self.stages + state.index, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+            # ((mean and rstd of z, mean and rstd of x), this thread's 2 pairs)
+            of_pair = cute.make_rmem_tensor((4, 2), Float32)
+            for r in cutlass.range_constexpr(2):
+                two = read_statistics(mZStats, (batch, i, first + 8 * r), crop)
+                of_pair[0, r], of_pair[1, r] = two[0], two[1]
+            wait_stage(ring, place, state.phase)
+            z = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
+            x = read_operand(sX[None, None, place], self.mma_read, tidx, self.hidden, READ_COLUMNS, True)
+            release_stage(ring, place)
+            state.advance()
+            found = operand_statistics(x, eps, self.hidden)
+            for r in cutlass.range_constexpr(2):
+                of_pair[2, r], of_pair[3, r] = found[0, r], found[1, r]
+                if const_expr(self.has_stats):
+                    if (tidx % 4 == 0) & (first + 8 * r < crop):
+                        keep_statistics(mXStats, (batch, i, first + 8 * r), found[0, r], found[1, r])
+            operands = [cute.make_tensor(t.iterator, layout) for t, layout in ((z, layouts[0]), (x, layouts[1]))]
+            for c in cutlass.range(0, self.blocks, SETS, unroll=1):
+                for s in cutlass.range_constexpr(SETS):
+                    self.start(mma, accs[s], operands, tP, tG, c + s)
+                for s in cutlass.range_constexpr(SETS):
+                    warpgroup.wait_group(SETS - 1 - s)
+                    self.gate(accs[s][0], accs[s][1], of_pair, sTerms, c + s, tidx)
+                    if const_expr(self.has_residual):
+                        self.add_residual(accs[s][0], mResidual, (batch, i, first), c + s, crop, tidx)
+                    self.store(accs[s][0], sO, stores, (c + s, block, i, batch), wg, s, tidx)
+        if cute.arch.make_warp_uniform(tidx // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def start(self, mma, accs, operands, tP, tG, c):
+        """Issue the products of block c of the weights' rows."""
+        z, x = operands
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(self.hidden // 16):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, accs[0], x[None, None, step], tP[None, None, step, c], accs[0])
+        for step in cutlass.range_constexpr(self.channels // 16):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, accs[1], z[None, None, step], tG[None, None, step, c], accs[1])
+        warpgroup.commit_group()
+
+    @cute.jit
+    def gate(self, acc_x, acc_g, of_pair, sTerms: cute.Tensor, c: Int32, tidx: Int32):
+        """acc_x becomes value times sigmoid of gate."""
+        x, g = rows_view(acc_x), rows_view(acc_g)
+        for n in cutlass.range_constexpr(self.tile_c // 4):
+            terms = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(sTerms[None, c * self.tile_c + 8 * (n // 2) + 2 * (tidx % 4) + n % 2], terms)
+            for r in cutlass.range_constexpr(2):
+                value = (x[r, n] - of_pair[2, r] * terms[0]) * of_pair[3, r] + terms[1]
+                gate = (g[r, n] - of_pair[0, r] * terms[2]) * (of_pair[1, r] * -LOG2_E) + terms[3]
+                x[r, n] = value * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate, fastmath=True))
+
+    @cute.jit
+    def add_residual(self, acc, mResidual, where, c: Int32, crop: Int32, tidx: Int32):
+        """acc += residual, read where the thread's own results go."""
+        batch, i, first = where
+        values = rows_view(acc)
+        for r in cutlass.range_constexpr(2):
+            if first + 8 * r < crop:
+                line = mResidual[batch, i, first + 8 * r, None]
+                for n in cutlass.range_constexpr(self.tile_c // 8):
+                    raw = cute.make_rmem_tensor(2, self.dtype)
+                    channel = c * self.tile_c + 8 * n + 2 * (tidx % 4)
+                    cute.autovec_copy(cute.make_tensor((line.iterator + channel).align(4), cute.make_layout(2)), raw)
+                    values[r, 2 * n] = values[r, 2 * n] + raw[0].to(Float32)
+                    values[r, 2 * n + 1] = values[r, 2 * n + 1] + raw[1].to(Float32)
+
+    @cute.jit
+    def store(self, acc, sO, stores, where, wg, s: cutlass.Constexpr, tidx: Int32):
+        """Round a block's results and store them."""
+        c, block, i, batch = where
+        tma, gO = stores
+        place, leader = wg * self.out_stages + s % self.out_stages, cute.arch.make_warp_uniform(tidx // 32) == 0
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(self.out_stages - 1, read=True)  # the store before has left the buffer
+        warpgroup_sync(wg)
+        write_tile(acc, sO[None, None, place], self.mma, tidx, False)
+        cute.arch.fence_view_async_shared()
+        warpgroup_sync(wg)
+        if leader:
+            target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c, i, batch))
+            source, destination = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(target, 0, 2)
+            )
+            cute.copy(tma, source[None, place], destination)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(kind, shape, step: int = 8, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
+
+    def pairs():
+        return tensor(dtype, (batch, crop, crop, channels))
+
+    def stats():
+        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
+
+    return cute.compile(
+        TriangleMultiplicationBackRowsSm90(variant, config, registers),
+        pairs(), stats(), tensor(dtype, (batch, hidden, crop, padded)), matrix(dtype, hidden), matrix(dtype, channels),
+        matrix(Float32, 4), pairs() if variant["residual"] else None, pairs(), stats() if variant["stats"] else None,
+        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )

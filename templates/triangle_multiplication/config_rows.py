@@ -1,0 +1,163 @@
+"""Second templates of the front and of the back of the triangle multiplicative update, with pairs as the rows of the MMA and all
+weights on the SM: parameters, rules, defaults. No torch, no compiler. The tuner measures them beside the first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, register_split
+from tpf_jit.templates.triangle_multiplication.config import TriangleMultiplicationBack, TriangleMultiplicationFront
+
+
+@dataclass(frozen=True)
+class FrontRowsConfig:
+    """Launch choices of the front kernel with pairs as rows."""
+
+    tile_h: int = 32
+    """Rows of the weights of one block."""
+    consumer_warpgroups: int = 3
+    """Warpgroups that multiply and gate; each has tiles of 64 pairs of its own."""
+    z_stages: int = 1
+    """Tiles of z in shared memory, for each warpgroup; the one that is multiplied is in registers."""
+    out_stages: int = 2
+    """Blocks of results on their way out, for each warpgroup."""
+    ctas_per_sm: int = 1
+    """CTAs that share an SM."""
+
+
+class TriangleMultiplicationFrontRows(TriangleMultiplicationFront):
+    """LayerNorm, projections, gates, mask: see front_rows_sm90.py."""
+
+    name = "triangle_multiplication_front_rows_sm90"
+    Config = FrontRowsConfig
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        supported, reason = super().supports(shape)
+        if supported and not self.space(shape):
+            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
+        return supported, reason
+
+    def registers(self, config: Any) -> tuple[int, int]:
+        return register_split(config)
+
+    def registers_needed(self, shape: Any, config: FrontRowsConfig) -> int:
+        """z as an operand (C/4), values and gates of two blocks (tile_h/2 each), and 48 for the rest."""
+        return shape.channels // 4 + 2 * config.tile_h + 48
+
+    def shared_bytes(self, shape: Any, config: FrontRowsConfig) -> int:
+        weights, warpgroups = 8 * shape.hidden * shape.channels, config.consumer_warpgroups
+        tiles = warpgroups * (config.z_stages * 128 * shape.channels + config.out_stages * 128 * config.tile_h)
+        return 2048 + weights + tiles + 32 * shape.hidden
+
+    def choices(self) -> Mapping[str, Container[int]]:
+        return {
+            "tile_h": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "z_stages": (1, 2), "out_stages": (1, 2),
+            "ctas_per_sm": (1,),
+        }  # fmt: skip
+
+    def indivisible(self, shape: Any, config: FrontRowsConfig) -> str | None:
+        if 2 * shape.hidden % (2 * config.tile_h):
+            return f"two blocks of tile_h={config.tile_h} do not divide the {2 * shape.hidden} rows of the weights"
+        return None
+
+    def space(self, shape: Any) -> list[FrontRowsConfig]:
+        if 8 * shape.hidden * shape.channels > CTA_SHARED_BYTES:
+            return []
+        return [
+            config
+            for warpgroups in (1, 2, 3)
+            for tile_h in (16, 32, 64)
+            for z in (2, 1)
+            for out in (2, 1)
+            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, out)) is None
+        ]
+
+    def default(self, shape: Any) -> FrontRowsConfig:
+        """Blocks of 32 rows, as many warpgroups as fit; always legal."""
+
+        def rank(c: FrontRowsConfig) -> tuple:
+            return -abs(c.tile_h - 32), c.consumer_warpgroups, c.out_stages, c.z_stages
+
+        return max(self.space(shape), key=rank)
+
+    def build(self, variant: Mapping[str, Any], config: FrontRowsConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import front_rows_sm90
+
+        return front_rows_sm90.build(variant, config, self.registers(config), options)
+
+
+@dataclass(frozen=True)
+class BackRowsConfig:
+    """Launch choices of the back kernel with operands in registers."""
+
+    tile_c: int = 32
+    """Channels of one block of results."""
+    consumer_warpgroups: int = 2
+    """Warpgroups that multiply and gate; each has tiles of 64 pairs of its own."""
+    stages: int = 2
+    """Tiles of z and x in shared memory, for each warpgroup; those that are multiplied are in registers."""
+    out_stages: int = 2
+    """Blocks of results on their way out, for each warpgroup."""
+    ctas_per_sm: int = 1
+    """CTAs that share an SM."""
+
+
+class TriangleMultiplicationBackRows(TriangleMultiplicationBack):
+    """LayerNorm of x, output projection, gate, residual: see back_rows_sm90.py."""
+
+    name = "triangle_multiplication_back_rows_sm90"
+    Config = BackRowsConfig
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        supported, reason = super().supports(shape)
+        if supported and not self.space(shape):
+            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
+        return supported, reason
+
+    def registers(self, config: Any) -> tuple[int, int]:
+        return register_split(config)
+
+    def registers_needed(self, shape: Any, config: BackRowsConfig) -> int:
+        """z and x as operands (C/4 and D/4), values and gates of two blocks (tile_c/2 each), and 48 for the rest."""
+        return (shape.channels + shape.hidden) // 4 + 2 * config.tile_c + 48
+
+    def shared_bytes(self, shape: Any, config: BackRowsConfig) -> int:
+        width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
+        tiles = warpgroups * (config.stages * 128 * width + config.out_stages * 128 * config.tile_c)
+        return 3072 + 2 * shape.channels * width + tiles + 16 * shape.channels
+
+    def choices(self) -> Mapping[str, Container[int]]:
+        return {
+            "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2), "out_stages": (1, 2), "ctas_per_sm": (1,),
+        }  # fmt: skip
+
+    def indivisible(self, shape: Any, config: BackRowsConfig) -> str | None:
+        if shape.channels % (2 * config.tile_c):
+            return f"two blocks of tile_c={config.tile_c} do not divide the {shape.channels} channels"
+        return None
+
+    def space(self, shape: Any) -> list[BackRowsConfig]:
+        return [
+            config
+            for warpgroups in (1, 2, 3)
+            for tile_c in (16, 32, 64)
+            for stages in (2, 1)
+            for out in (2, 1)
+            if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, out)) is None
+        ]
+
+    def default(self, shape: Any) -> BackRowsConfig:
+        """Blocks of 32 channels, two warpgroups, as many stages as fit; always legal."""
+
+        def rank(c: BackRowsConfig) -> tuple:
+            return -abs(c.tile_c - 32), -abs(c.consumer_warpgroups - 2), c.stages, c.out_stages
+
+        return max(self.space(shape), key=rank)
+
+    def build(self, variant: Mapping[str, Any], config: BackRowsConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import back_rows_sm90
+
+        return back_rows_sm90.build(variant, config, self.registers(config), options)

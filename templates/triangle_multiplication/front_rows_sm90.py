@@ -1,0 +1,316 @@
+"""Triangle multiplicative update, front, for sm_90a, with pairs as the rows of the MMA. Computes what front_sm90.py does, with
+the same calling convention; for weights that fit on an SM.
+
+A warpgroup takes a tile of 64 pairs (i, k) of one i into registers, as the operand of all its products, and gives the shared
+memory back at once. So products read nothing but weights from shared memory, whose bandwidth they would else exceed, statistics
+of the LayerNorm come from the same registers, and warpgroups need nothing of each other. Results are transposed on their way to
+shared memory.
+
+Of two blocks of tile_h rows of the weights, the products of the second run while the gates of the first are computed.
+
+Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights, once.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.epilogue import warpgroup_sync
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.tiles import read_operand, transposed_view, write_tile
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # pairs of one tile: the M of wgmma
+READ_COLUMNS = 32  # channels of z read at a time
+SETS = 2  # blocks at a time
+
+
+class TriangleMultiplicationFrontRowsSm90:
+    """The front kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype = DTYPES[variant["dtype"]]
+        self.channels, self.rows, self.has_mask = variant["channels"], 2 * variant["hidden"], variant["mask"]
+        self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
+        self.z_stages, self.out_stages = config.z_stages, config.out_stages
+        self.blocks = self.rows // self.tile_h
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (self.warpgroups + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, h = LayoutEnum.ROW_MAJOR, self.tile_h
+
+        def mma(columns, source):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.mma = mma(h, warpgroup.OperandSource.RMEM)
+        self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
+        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
+        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.channels), self.dtype, self.blocks)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.out_stages * self.warpgroups)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar_z: cute.struct.MemRange[Int64, 2 * self.z_stages * self.warpgroups]
+            bar_w: cute.struct.MemRange[Int64, 2]
+            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.rows], 128]
+            z: smem_area(self.dtype, self.z_layout)
+            p: smem_area(self.dtype, self.w_layout)
+            g: smem_area(self.dtype, self.w_layout)
+            o: smem_area(self.dtype, self.o_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mMask: cute.Tensor | None, mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor,
+        mFactors: cute.Tensor, mStats: cute.Tensor, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
+        z, f = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0])), mFactors
+        factors = cute.make_tensor(f.iterator, cute.make_layout(
+            (self.rows, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
+        ))
+        weights = (self.tile_h, self.channels)
+        loads = (
+            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
+            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+        )
+        stores = atom(store, factors, one_stage(self.o_layout), (self.tile_h, ROWS))
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, ROWS)
+        tiles = blocks * crop * batch
+        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles)).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+        )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, per_pair, mTerms, eps: Float32, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
+        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
+        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
+        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.rows, self.threads, unroll=1):
+            # The gate's constant is used in base 2.
+            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+
+        z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
+        ring = ring_of(sm.bar_z.data_ptr(), z_stages)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                initialise_ring(ring, z_stages)
+        weight_bytes = 2 * self.blocks * tile_bytes(self.w_layout, self.dtype)
+        pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx < self.warpgroups:
+                self.load(ring, loads[0], sZ, sizes, warp_idx, z_bytes)
+            elif warp_idx == self.warpgroups:
+                self.load_weights(pipe_w, loads, sP, sG)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.project(ring, pipe_w, (sZ, sP, sG, sO, sTerms), per_pair, stores, eps, sizes)
+
+    @cute.jit
+    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
+        """tile -> (block of k, i, batch)."""
+        rest, block = tile // blocks, tile % blocks
+        return block, rest % crop, rest // crop
+
+    @cute.jit
+    def rounds(self, tiles: Int32, wg: Int32):
+        """Tiles of a warpgroup of this CTA."""
+        each = cute.arch.grid_dim()[0] * self.warpgroups
+        return (tiles - cute.arch.block_idx()[0] * self.warpgroups - wg + each - 1) // each
+
+    # ---- device: producers --------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, ring, load_z, sZ, sizes, wg: Int32, z_bytes: cutlass.Constexpr):
+        """The tiles of one warpgroup."""
+        tma_z, gZ = load_z
+        crop, blocks, tiles = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
+        state = producer_state(self.z_stages)
+        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            block, i, batch = self.decode(tile, crop, blocks)
+            place = wg * self.z_stages + state.index
+            bar = acquire_stage(ring, place, state.phase, z_bytes)
+            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
+            state.advance()
+        drain_ring(ring, wg, state, self.z_stages)
+
+    @cute.jit
+    def load_weights(self, pipe_w, loads, sP, sG):
+        (tma_p, gP), (tma_g, gG) = loads[1:3]
+        tPs, tPg = partition(tma_p, sP, gP, (self.tile_h, self.channels), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (self.tile_h, self.channels), (None, 0))
+        state = producer_state(1)
+        pipe_w.producer_acquire(state)
+        bar = pipe_w.producer_get_barrier(state)
+        for h in cutlass.range(self.blocks, unroll=1):
+            cute.copy(tma_p, tPg[None, h], tPs[None, h], tma_bar_ptr=bar)
+            cute.copy(tma_g, tGg[None, h], tGs[None, h], tma_bar_ptr=bar)
+
+    # ---- device: projections and gates --------------------------------------------------------------------------
+    @cute.jit
+    def project(self, ring, pipe_w, smem, per_pair, stores, eps: Float32, sizes):
+        sZ, sP, sG, sO, sTerms = smem
+        mMask, mStats = per_pair
+        crop, blocks, tiles = sizes
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        mma = self.mma
+        tP, tG = (mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG))
+        shape = mma.partition_shape_C((ROWS, self.tile_h))
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(SETS)]
+        operand = cute.make_layout(mma.partition_shape_A((ROWS, self.channels)))
+        state = consumer_state(self.z_stages)
+        pipe_w.consumer_wait(consumer_state(1))
+        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+            block, i, batch = self.decode(tile, crop, blocks)
+            place = wg * self.z_stages + state.index
+            wait_stage(ring, place, state.phase)
+            frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
+            release_stage(ring, place)
+            state.advance()
+            z = cute.make_tensor(frag.iterator, operand)
+            of_pair = self.pairs(frag, mMask, mStats, (batch, i, block), eps, crop, tidx)
+            for b in cutlass.range(0, self.blocks, SETS, unroll=1):
+                for s in cutlass.range_constexpr(SETS):
+                    self.start(mma, accs[s], z, tP, tG, b + s)
+                for s in cutlass.range_constexpr(SETS):
+                    warpgroup.wait_group(SETS - 1 - s)
+                    self.finish(accs[s], of_pair, sO, sTerms, stores, (b + s, block, i, batch), crop, wg, s, tidx)
+        if cute.arch.make_warp_uniform(tidx // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def start(self, mma, accs, z, tP, tG, b):
+        """Issue the products of block b of the weights' rows."""
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(self.channels // 16):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, accs[0], z[None, None, step], tP[None, None, step, b], accs[0])
+            cute.gemm(mma, accs[1], z[None, None, step], tG[None, None, step, b], accs[1])
+        warpgroup.commit_group()
+
+    @cute.jit
+    def pairs(self, frag, mMask, mStats, where, eps: Float32, crop: Int32, tidx: Int32):
+        """((mean, rstd, factor), this thread's 2 pairs); the first two also to memory."""
+        batch, i, block = where
+        stats = operand_statistics(frag, eps, self.channels)
+        of_pair = cute.make_rmem_tensor((3, 2), Float32)
+        for r in cutlass.range_constexpr(2):
+            k = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+            of_pair[0, r], of_pair[1, r], of_pair[2, r] = stats[0, r], stats[1, r], Float32(0.0)
+            if k < crop:
+                of_pair[2, r] = Float32(1.0)
+                if const_expr(self.has_mask):
+                    of_pair[2, r] = mMask[batch, i, k]
+                if tidx % 4 == 0:
+                    keep_statistics(mStats, (batch, i, k), stats[0, r], stats[1, r])
+        return of_pair
+
+    @cute.jit
+    def finish(self, accs, of_pair, sO, sTerms, stores, where, crop: Int32, wg, s: cutlass.Constexpr, tidx: Int32):
+        """Gate a block's products, and store them transposed."""
+        b, block, i, batch = where
+        tma, gF = stores
+        if const_expr(self.has_mask):
+            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, True)
+        elif (block + 1) * ROWS <= crop:
+            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, False)
+        else:
+            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, True)
+        place, leader = wg * self.out_stages + s % self.out_stages, cute.arch.make_warp_uniform(tidx // 32) == 0
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(self.out_stages - 1, read=True)  # the store before has left the buffer
+        warpgroup_sync(wg)
+        write_tile(accs[0], transposed_view(sO[None, None, place]), self.mma, tidx, True)
+        cute.arch.fence_view_async_shared()
+        warpgroup_sync(wg)
+        if leader:
+            target = cute.local_tile(gF, (self.tile_h, ROWS), (b, block, i, batch))
+            source, destination = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(target, 0, 2)
+            )
+            cute.copy(tma, source[None, place], destination)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def gate(self, acc_p, acc_g, of_pair, sTerms: cute.Tensor, b: Int32, tidx: Int32, factors: cutlass.Constexpr):
+        """acc_p becomes value times sigmoid of gate, and where there are `factors`, times the pair's."""
+        p, g = rows_view(acc_p), rows_view(acc_g)
+        for n in cutlass.range_constexpr(self.tile_h // 4):
+            terms = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(sTerms[None, b * self.tile_h + 8 * (n // 2) + 2 * (tidx % 4) + n % 2], terms)
+            for r in cutlass.range_constexpr(2):
+                mean, rstd, factor = of_pair[0, r], of_pair[1, r], of_pair[2, r]
+                value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
+                odds = cute.math.exp2((g[r, n] - mean * terms[2]) * (rstd * -LOG2_E) + terms[3], fastmath=True)
+                value = value * cute.arch.rcp_approx(1.0 + odds)
+                if const_expr(factors):
+                    # A select, not a product: what a masked or absent pair holds must not matter.
+                    value = Float32(0.0) if factor == 0.0 else value * factor
+                p[r, n] = value
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
+    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
+
+    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
+    return cute.compile(
+        TriangleMultiplicationFrontRowsSm90(variant, config, registers),
+        tensor(dtype, (batch, crop, crop, channels), 8), mask, matrix(dtype, channels), matrix(dtype, channels),
+        matrix(Float32, 4), tensor(dtype, (batch, 2, hidden, crop, padded), 8), tensor(Float32, (batch, crop, crop, 2), 2, 8),
+        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )
