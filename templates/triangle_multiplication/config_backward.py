@@ -7,7 +7,7 @@ device code is in {weights,back_backward,front_backward}_sm90.py; the products a
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpf_jit.templates.base import Workload
@@ -159,6 +159,8 @@ class FrontBackwardConfig:
     """Steps of weights in flight; where that is all there are, they stay."""
     pair_stages: int = 1
     """Tiles of z in shared memory, for each warpgroup."""
+    operand_registers: int = 0
+    """Whether (1) z is in registers as the operand of its products, which then read less shared memory."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
 
@@ -176,12 +178,12 @@ class TriangleMultiplicationFrontBackward(_Backward):
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_h": (32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9),
-            "weight_stages": range(1, 33), "pair_stages": (1, 2), "ctas_per_sm": (1,),
+            "weight_stages": range(1, 33), "pair_stages": (1, 2), "operand_registers": (0, 1), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: FrontBackwardConfig) -> int:
-        """The row of gradients, value and gate with their operands, and 40 for the rest."""
-        return shape.channels // 2 + config.tile_h + 40
+        """The row of gradients, value and gate with their operands, perhaps z (C/4), and 40 for the rest."""
+        return shape.channels // 2 + config.tile_h + config.operand_registers * shape.channels // 4 + 40
 
     def shared_bytes(self, shape: Any, config: FrontBackwardConfig) -> int:
         pairs = config.pair_stages * config.consumer_warpgroups * 256 * shape.channels
@@ -200,6 +202,8 @@ class TriangleMultiplicationFrontBackward(_Backward):
                         legal = [config for config in fitting if self.check(shape, config) is None]
                         if legal and legal[0] not in found:
                             found.append(legal[0])
+                            again = replace(legal[0], operand_registers=1)
+                            found += [again] if self.check(shape, again) is None else []
                             if weights != steps:
                                 break
         return found
@@ -209,7 +213,7 @@ class TriangleMultiplicationFrontBackward(_Backward):
 
         def rank(c: FrontBackwardConfig) -> tuple:
             resident = c.weight_stages * c.tile_h >= 2 * shape.hidden
-            return c.consumer_warpgroups, resident, c.pair_stages, c.tile_h, c.weight_stages, c.stages
+            return c.consumer_warpgroups, resident, -c.operand_registers, c.pair_stages, c.tile_h, c.weight_stages, c.stages
 
         return max(self.space(shape), key=rank)
 

@@ -33,7 +33,7 @@ from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.norm import norm_gradient, read_statistics
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
-from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
+from tpf_jit.templates.common.tiles import read_operand, read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -48,6 +48,7 @@ from tpf_jit.templates.common.tma import (
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
+READ_COLUMNS = 32  # channels of z read at a time
 
 
 class TriangleMultiplicationFrontBackwardSm90:
@@ -59,6 +60,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
         self.stages, self.pair_stages, self.w_stages = config.stages, config.pair_stages, config.weight_stages
         self.resident = self.w_stages >= self.rows // self.tile_h
+        self.in_registers = config.operand_registers == 1  # z, as the operand of its products
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -74,8 +76,10 @@ class TriangleMultiplicationFrontBackwardSm90:
                 atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
             )
 
-        self.project = mma(OperandMajorMode.K, h, warpgroup.OperandSource.SMEM)
-        self.spread = mma(OperandMajorMode.MN, c, warpgroup.OperandSource.RMEM)
+        sources = warpgroup.OperandSource
+        self.project = mma(OperandMajorMode.K, h, sources.RMEM if self.in_registers else sources.SMEM)
+        self.read = mma(OperandMajorMode.K, READ_COLUMNS, sources.SMEM)  # only its fragment is used
+        self.spread = mma(OperandMajorMode.MN, c, sources.RMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
         self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
         self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.w_stages)
@@ -235,7 +239,10 @@ class TriangleMultiplicationFrontBackwardSm90:
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         project, spread, (tma, gDz) = self.project, self.spread, stores
         part = project.get_slice(0)
-        tZ = project.make_fragment_A(part.partition_A(sZ))
+        tZ = None
+        if const_expr(not self.in_registers):
+            tZ = project.make_fragment_A(part.partition_A(sZ))
+        whole = cute.make_layout(spread.partition_shape_A((ROWS, self.channels)))
         tP, tG = (project.make_fragment_B(part.partition_B(t)) for t in (sP, sG))
         tPt, tGt = (spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt))
         shape, row = project.partition_shape_C((ROWS, self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
@@ -261,15 +268,19 @@ class TriangleMultiplicationFrontBackwardSm90:
             if const_expr(self.resident):
                 w_state = consumer_state(self.w_stages)
             wait_stage(ring, place, state.phase)
+            z = None
+            if const_expr(self.in_registers):
+                frag = read_operand(sZ[None, None, place], self.read, tidx, self.channels, READ_COLUMNS, False)
+                z = cute.make_tensor(frag.iterator, whole)
             for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
                 pipe_w.consumer_wait(w_state)
                 stage = w_state.index
                 warpgroup.fence()
                 for step in cutlass.range_constexpr(self.channels // 16):
                     project.set(warpgroup.Field.ACCUMULATE, step > 0)
-                    z = tZ[None, None, step, place]
-                    cute.gemm(project, acc_p, z, tP[None, None, step, stage], acc_p)
-                    cute.gemm(project, acc_g, z, tG[None, None, step, stage], acc_g)
+                    a = z[None, None, step] if const_expr(self.in_registers) else tZ[None, None, step, place]
+                    cute.gemm(project, acc_p, a, tP[None, None, step, stage], acc_p)
+                    cute.gemm(project, acc_g, a, tG[None, None, step, stage], acc_g)
                 warpgroup.commit_group()
                 d_place = wg * self.stages + d_state.index
                 wait_stage(d_ring, d_place, d_state.phase)
