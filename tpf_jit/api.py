@@ -258,8 +258,8 @@ def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any, p_in_weight: Any) -> 
     return routing.hardware(device).reason or routing.unsupported(q, device), q
 
 
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _current_device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def _shapes(problem: Any) -> tuple[list[Any], bool]:
@@ -286,6 +286,8 @@ def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: 
             raise InvalidInput.of("config", config, f"none without template=: {shape.op} has several kernels")
         stats = residual and multiplication_routing.backward_unsupported(shape) is None
         return [_choose_one(shape, arch, *variant) for variant in multiplication_routing.usual_variants(shape, stats)]
+    if template:
+        kernels.check_operation(registry.get(template), shape.op)
     family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"
     if template and residual and family.endswith("/forward"):
         raise InvalidInput.of("template", template, f"one of {family}_training, as residual=True asks for such a kernel")

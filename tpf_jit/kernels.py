@@ -191,6 +191,13 @@ def warm(kernels: Iterable[Kernel]) -> int:
     return count
 
 
+def check_operation(template: Template, op: str) -> None:
+    """Raises InvalidInput, with the names that would do, for a template of another operation than a problem's."""
+    if template.op != op:
+        names = ", ".join(each.name for each in registry.templates(op)) or "none is registered"
+        raise InvalidInput.of("template", f"{template.name}, which computes {template.op}", f"templates of {op}: {names}")
+
+
 def default_store() -> ObjectStore:
     """The object cache this process uses."""
     if not _default_store:

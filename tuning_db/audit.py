@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tpf_jit.errors import TpfError
 from tpf_jit.tuning_db import schema
-from tpf_jit.tuning_db.reader import decode_trial, open_readonly, trial_query
+from tpf_jit.tuning_db.reader import decode_trial, folder_problem, open_readonly, trial_query
 from tpf_jit.tuning_db.rows import content_hash, device_model, split_cell
 
 _KEYED = {"device": "facts", "toolchain": "facts", "config": "fields"}
@@ -21,6 +21,8 @@ _KEYED = {"device": "facts", "toolchain": "facts", "config": "fields"}
 
 def audit_file(path: Path) -> list[str]:
     """All problems of a database file, which is only read: unlike `TuningStore`, this never sets a damaged file aside."""
+    if wrong := folder_problem(path):
+        return [f"{path} {wrong}"]
     try:
         with closing(open_readonly(path)) as connection:
             return audit(connection, path)

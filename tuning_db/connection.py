@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tpf_jit.errors import DatabaseError
 from tpf_jit.tuning_db import repair, schema
-from tpf_jit.tuning_db.reader import open_readonly, warn_once
+from tpf_jit.tuning_db.reader import folder_problem, open_readonly, warn_once
 from tpf_jit.tuning_db.rows import TrialRow
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ class DatabaseFile:
         text = " ".join(str(error).split())
         if repair.is_damage(error):
             return DatabaseError(f"{self.path} is damaged ({text}); the next write sets it aside and saves what is readable")
-        if self.path.is_dir():
-            return DatabaseError(f"{self.path} is a folder; the tuning database is a file")
+        if wrong := folder_problem(self.path):
+            return DatabaseError(f"{self.path} {wrong}")
         if "is full" in text or "No space" in text or "File too large" in text:
             return DatabaseError(f"{self.path} cannot grow, the disk is full: free space, or {_ADVICE}")
         if "readonly" in text or "Read-only" in text or isinstance(error, PermissionError):

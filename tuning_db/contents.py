@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tpf_jit.errors import DatabaseError, TpfError
 from tpf_jit.tuning_db import merge, schema
-from tpf_jit.tuning_db.reader import evidence, open_readonly, select_trials, shipped_files
+from tpf_jit.tuning_db.reader import evidence, folder_problem, open_readonly, select_trials, shipped_files
 from tpf_jit.tuning_db.repair import is_damage
 from tpf_jit.tuning_db.rows import TrialRow
 from tpf_jit.tuning_db.winner import Evidence
@@ -32,7 +32,7 @@ def read(path: str | os.PathLike[str]) -> merge.Content:
     """
     path = Path(path)
     if not path.is_file():
-        raise DatabaseError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        raise DatabaseError(f"{path} {folder_problem(path) or 'does not exist'}")
     if path.suffix == ".jsonl":
         return merge.read_lines(path)
     try:

@@ -82,6 +82,14 @@ def user_database_path(path: str | os.PathLike[str] | None = None) -> Path:
         raise DatabaseError(f"the place of {name} is unknown ({error}); set TPF_JIT_DB to the path of a file") from error
 
 
+def folder_problem(path: Path) -> str | None:
+    """What is wrong with a folder in the place of the database, to follow its name; None for anything else."""
+    if not path.is_dir():
+        return None
+    named = os.environ.get("TPF_JIT_DB")
+    return f"is a folder; {'TPF_JIT_DB names' if named and path == user_database_path() else 'the tuning database is'} a file"
+
+
 def load_winners(paths: Sequence[str | os.PathLike[str]] | None = None) -> dict[tuple[str, str, str], tuple[Winner, ...]]:
     """(family `op/direction`, cell, device model) -> the winner and those kept behind it, from the first layer that has any.
 
@@ -131,8 +139,8 @@ def read_layer(path: str | os.PathLike[str], timeout: float = BUSY_TIMEOUT_S) ->
     try:
         if not path.exists():
             return Layer(str(path), problem="there is no such file")
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
+        if wrong := folder_problem(path):
+            raise IsADirectoryError(f"it {wrong}")
         if path.suffix == ".jsonl":
             trials = merge.read_lines(path, check=False).trials
             rows = [evidence(identity, row) for identity, row in trials.items()]
@@ -166,6 +174,8 @@ def _query(path: str | os.PathLike[str] | None, sql: str, values: Sequence[objec
         path = user_database_path(path)
         if not path.exists():
             return []
+        if wrong := folder_problem(path):
+            raise IsADirectoryError(f"it {wrong}")
         with closing(open_readonly(path)) as connection:
             return connection.execute(sql, values).fetchall() if schema.version(connection, path) else []
     except (sqlite3.Error, TpfError, OSError, ImportError, RuntimeError) as error:

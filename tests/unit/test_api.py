@@ -114,9 +114,15 @@ def test_public_names_are_these_functions() -> None:
 
 
 def test_nothing_is_supported_without_a_gpu() -> None:
-    for arguments in ((SHAPE,), tensors()):
-        supported, reason = api.is_supported(*arguments)
-        assert not supported and "cpu" in reason and "Hopper" in reason
+    supported, reason = api.is_supported(*tensors())
+    assert not supported and "the tensors are on cpu" in reason and "Hopper" in reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_shape_without_a_gpu_is_told_of_the_gpu_not_of_tensors() -> None:
+    for shape in (SHAPE, TriangleMultiplicationShape(64)):
+        assert api.is_supported(shape) == (False, "there is no GPU here (PyTorch sees no CUDA device)")
+        assert "there is no GPU here" in str(api.explain(shape))
 
 
 def test_is_supported_with_a_gpu(hopper) -> None:
@@ -367,7 +373,7 @@ def test_a_compiled_kernel_needs_its_device() -> None:
 
 
 def test_warmup_without_a_gpu_warns_and_does_nothing(store) -> None:
-    with pytest.warns(FallbackWarning, match="Hopper"):
+    with pytest.warns(FallbackWarning, match="there is no GPU here"):
         assert api.warmup("openfold3") == []
     assert store.compiled == []
 

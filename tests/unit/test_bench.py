@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from tpf_jit.bench import BenchSettings, bench_attention, bench_latency, other_peers, peer_base
+from tpf_jit.bench import BenchSettings, RoundSettings, bench_attention, bench_latency, other_peers, peer_base
 from tpf_jit.bench import attention as bench
 from tpf_jit.bench import peers as peers_module
 from tpf_jit.bench.environment import bench_device
@@ -197,6 +197,22 @@ def test_wrong_arguments_are_refused():
         run(settings=quick(impls=["turbo"]))
     with pytest.raises(InvalidInput, match="diagonal"):
         run(settings=quick(layout="diagonal"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "xpu", "meta", "foo", "cuda:x", "cuda:", "cpu:0", ""])
+def test_a_device_is_a_gpu_or_the_cpu(device):
+    with pytest.raises(InvalidInput, match="--device"):
+        bench_device(device)
+
+
+def test_nothing_is_measured_in_no_rounds_samples_or_repeats():
+    for changes in ({"rounds": 0}, {"samples": 0}, {"rounds": -1}):
+        with pytest.raises(InvalidInput, match=f"{next(iter(changes))}: got .*at least one"):
+            quick(**changes)
+        with pytest.raises(InvalidInput, match="at least one"):
+            RoundSettings(**changes)
+    with pytest.raises(InvalidInput, match="repeats: got 0"):
+        bench_latency(SHAPE, repeats=0, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

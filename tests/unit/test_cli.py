@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sqlite3
@@ -515,3 +516,100 @@ def test_output_to_a_file_is_not_cut(tmp_path: Path, database: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert trial().cell in done.stdout
     assert H200.name in done.stdout
+
+
+class TestNarrowTerminals:
+    """A terminal too narrow for a table shows all of it all the same."""
+
+    COLUMNS = ("problem", "device", "us", "configuration", "grade", "date", "layer")
+    ROWS = (("a/name/of/a/problem/" * 4, "NVIDIA H200", 2723.0, "kv_stages=3 tile_n=64 " * 4, "final", "2026-11-29", "last"),)
+
+    @pytest.fixture
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from rich.console import Console
+
+        def show(width: int, *arguments: Any) -> list[str]:
+            stream = io.StringIO()
+            screen = Console(file=stream, width=width, force_terminal=True, color_system=None, markup=False, highlight=False)
+            monkeypatch.setattr(_output, "console", lambda: screen)
+            _output.print_table(*arguments)
+            return stream.getvalue().splitlines()
+
+        return show
+
+    @pytest.mark.parametrize("width", [20, 40, 80, 100, 120, 200])
+    def test_no_column_vanishes(self, shown: Any, width: int) -> None:
+        lines = shown(width, "tuned problems", self.COLUMNS, self.ROWS, "a note")
+        assert max(map(len, lines)) <= width
+        text = "".join("\n".join(lines).split())
+        assert all(name in text for name in (*self.COLUMNS, "2026-11-29", "last", "anote"))
+        assert text.count("kv_stages=3") == 4
+
+    def test_what_has_room_is_a_table_and_what_has_none_a_listing(self, shown: Any) -> None:
+        assert any(all(name in line for name in self.COLUMNS) for line in shown(100, "", self.COLUMNS, self.ROWS))
+        assert "layer: last" in shown(60, "", self.COLUMNS, self.ROWS)
+
+    def test_a_table_takes_no_more_room_than_it_needs(self, shown: Any) -> None:
+        (head, *_) = [line for line in shown(200, "", ("a", "b"), [(1, "x y")]) if line.strip()]
+        assert len(head.rstrip()) < 10
+
+
+class TestWrongValues:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "compile 128 --jobs 0", "demo --crop 0", "demo --budget -1", "db verify --tolerance -1", "db show N768 --limit -1",
+            "sweep 128 --trials -1", "sweep 128 --budget -1", "tune 128 --trials -1", "tune 128 --budget -1",
+            "bench search --jobs 0",
+        ],
+    )  # fmt: skip
+    def test_numbers_out_of_range_are_usage_errors(self, call: Any, line: str) -> None:
+        code, _, err = call(*line.split())
+        assert code == 2
+        assert line.split()[-2] in err
+
+    @pytest.mark.parametrize("verb", [("compile",), ("sweep", "--plan")])
+    @pytest.mark.parametrize(
+        ("op", "template"),
+        [
+            ("triangle_attention", "triangle_multiplication_back_sm90"),
+            ("triangle_multiplication", "triangle_attention_forward_sm90"),
+        ],
+    )
+    def test_a_template_of_another_operation(self, call: Any, verb: tuple[str, ...], op: str, template: str) -> None:
+        code, _, err = call(*verb, "128", "--op", op, "--template", template)
+        assert code == 1
+        assert err.startswith(f"Error: template: got {template}, which computes ")
+        assert f"templates of {op}: {op}_" in err
+
+    def test_a_sweep_of_both_operations_leaves_out_what_a_template_does_not_compute(self, reading: Any) -> None:
+        plan = reading("sweep", "openfold3", "--plan", "--template", "triangle_attention_forward_sm90")
+        assert plan["cells"]
+        assert all(key.startswith("triangle_attention/") for key in plan["cells"])
+
+    def test_a_folder_in_the_place_of_the_database(
+        self, call: Any, reading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TPF_JIT_DB", str(tmp_path))
+        text = f"{tmp_path} is a folder; TPF_JIT_DB names a file"
+        for line in ("list", "show N768", "verify", f"export {tmp_path / 'x.jsonl'}", "stale", "prune", "report"):
+            assert call("db", *line.split())[::2] == (1, f"Error: {text}\n"), line
+        (found,) = [each for each in reading("doctor", code=1)["findings"] if each["what"] == "user database"]
+        assert (found["state"], found["found"]) == (doctor.FAIL, text)
+        code, _, err = call("db", "verify", "--db", tmp_path / "..")
+        assert (code, "the tuning database is a file" in err) == (1, True)
+
+    def test_doctor_reads_the_workspace_as_launches_do(self, reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TPF_JIT_WORKSPACE_MIB", "lots")
+        (found,) = [each for each in reading("doctor", code=1)["findings"] if each["what"] == "workspace"]
+        assert found["state"] == doctor.FAIL
+        assert "'lots'" in found["found"]
+
+    def test_training_says_what_pytorch_does(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tpf_jit, "compile", lambda *arguments: [])
+        wide = ("compile", "128", "--op", "triangle_multiplication", "--channels", "512")
+        _, _, err = call(*wide, "--training")
+        assert err.startswith("the backward takes the PyTorch path for N=128 C=512 outgoing bf16 and 1 more: ")
+        assert err.count("\n") == 1
+        assert call(*wide)[2] == ""
+        assert call("compile", "128", "--training")[2] == ""

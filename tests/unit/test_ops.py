@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pytest
@@ -349,8 +350,12 @@ def test_double_backward_says_so(kernel) -> None:
     tensors = require_grad(call_tensors())
     (grad,) = torch.autograd.grad(triangle_attention(*tensors).sum(), tensors[:1], create_graph=True)
     assert grad.requires_grad
-    with pytest.raises(NotDifferentiable, match="differentiated twice"):
+    with pytest.raises(NotDifferentiable, match="differentiated twice") as error:
         grad.sum().backward()
+    (advice,) = re.findall("`(.*)`", str(error.value))
+    found: dict = {}
+    exec(advice, found)
+    assert callable(found["reference"].attention)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

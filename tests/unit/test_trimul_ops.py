@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import warnings
 import weakref
 from functools import partial
@@ -458,8 +459,12 @@ def test_double_backward_says_so() -> None:
     x = leaves(call())
     (grad,) = torch.autograd.grad(run(x).sum(), [x.z], create_graph=True)
     assert grad.requires_grad
-    with pytest.raises(NotDifferentiable, match="differentiated twice"):
+    with pytest.raises(NotDifferentiable, match="differentiated twice") as error:
         grad.sum().backward()
+    (advice,) = re.findall("`(.*)`", str(error.value))
+    found: dict = {}
+    exec(advice, found)
+    assert callable(found["reference"].multiplication)
 
 
 @pytest.mark.parametrize("transform", ["func", "dual"])

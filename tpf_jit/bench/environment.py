@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from tpf_jit.bench.peer_base import installed_version
-from tpf_jit.errors import MeasurementFailed
+from tpf_jit.errors import InvalidInput, MeasurementFailed
 from tpf_jit.tune import timing
 from tpf_jit.tuning_db.rows import utc_now
 
@@ -18,16 +19,21 @@ def bench_device(device: str | None) -> tuple[Any, timing.Timer]:
     """(torch device, its clock); the current CUDA device when left out.
 
     Raises:
+        InvalidInput: the device is neither `cpu`, `cuda` nor `cuda:N`, or there is no such GPU.
         MeasurementFailed: a GPU is wanted and none is there.
     """
     import torch
 
-    if device is not None and torch.device(device).type != "cuda":
-        return torch.device(device), timing.WallTimer()
+    if device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", str(device)):
+        raise InvalidInput.of("--device", repr(str(device)), "cuda, cuda:N with the number of a GPU, or cpu")
+    if device is not None and torch.device(device).type == "cpu":
+        return torch.device("cpu"), timing.WallTimer()
     if not torch.cuda.is_available():
         raise MeasurementFailed("benches time a GPU and PyTorch sees none; with device cpu they time the CPU path instead")
     index = torch.device(device).index if device is not None else None
     index = torch.cuda.current_device() if index is None else index
+    if index >= (count := torch.cuda.device_count()):
+        raise InvalidInput.of("--device", repr(str(device)), f"a GPU that is here, cuda:0 to cuda:{count - 1}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index), timing.CudaTimer(index, torch.cuda.get_device_properties(index).L2_cache_size)
 

@@ -34,6 +34,9 @@ class RoundSettings:
         samples: samples a round.
         heat_s: seconds of load before the first sample.
         seed: of the inputs.
+
+    Raises:
+        InvalidInput: no round, or no sample.
     """
 
     impls: list[str] | None = None
@@ -41,6 +44,11 @@ class RoundSettings:
     samples: int = 20
     heat_s: float = 0.3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "samples"):
+            if getattr(self, name) < 1:
+                raise InvalidInput.of(name, getattr(self, name), "at least one")
 
 
 @dataclass(frozen=True)

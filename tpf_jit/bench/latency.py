@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tpf_jit.bench.environment import bench_device, record_head
-from tpf_jit.errors import MeasurementFailed
+from tpf_jit.errors import InvalidInput, MeasurementFailed
 from tpf_jit.tune import timing
 
 BATCH = 100
@@ -71,12 +71,15 @@ def bench_latency(
         command: command line for the record.
 
     Raises:
+        InvalidInput: no repeat, or a device that is neither cpu nor a CUDA device.
         MeasurementFailed: no CUDA device, or a fresh process failed.
     """
     import dataclasses
 
     from tpf_jit.shape import TriangleAttentionShape
 
+    if repeats < 1:
+        raise InvalidInput.of("repeats", repeats, "at least one")
     shape = shape or TriangleAttentionShape(crop=384)
     where, timer = bench_device(device)
     small = dataclasses.replace(shape, crop=16, rows=16, batch=1)

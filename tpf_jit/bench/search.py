@@ -126,9 +126,12 @@ def bench_search(
     from tpf_jit.tuning_db.store import TuningStore
 
     settings = settings or SearchSettings()
-    place = torch.device(device or "cuda")
-    if place.type != "cuda" and settings.options.make_measurer is None:
-        raise InvalidInput.of("device", repr(device), "a CUDA device: searches are measured on a GPU")
+    try:
+        place = torch.device(device or "cuda")
+    except RuntimeError:
+        place = None
+    if place is None or (place.type != "cuda" and settings.options.make_measurer is None):
+        raise InvalidInput.of("--device", repr(device), "a CUDA device: searches are measured on a GPU")
     everything = replace(settings.options, enumerate_limit=sys.maxsize)
     with _database(settings.db) as path:
         told = None if say is None else lambda report: say(report.line())

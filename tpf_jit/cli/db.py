@@ -31,9 +31,11 @@ def _open(path: Path | None) -> TuningStore:
 
 def _existing(path: Path | None) -> Path:
     from tpf_jit.errors import DatabaseError
-    from tpf_jit.tuning_db import user_database_path
+    from tpf_jit.tuning_db.reader import folder_problem, user_database_path
 
     file = path or user_database_path()
+    if wrong := folder_problem(file):
+        raise DatabaseError(f"{file} {wrong}")
     if not file.is_file():
         raise DatabaseError(f"{file} does not exist; `tpf-jit tune TARGET` makes it, `tpf-jit db import FILE` fills it")
     return file
@@ -65,8 +67,8 @@ def list_(
 def _layers(db: Path | None, shipped: bool) -> list[Any]:
     from tpf_jit.tuning_db import reader
 
-    user = _existing(db) if db is not None else reader.user_database_path()
-    layers = [reader.read_layer(user)] if user.is_file() else []
+    user = db or reader.user_database_path()
+    layers = [reader.read_layer(_existing(user))] if db is not None or user.exists() else []
     return layers + ([reader.read_shipped()] if shipped else [])
 
 
@@ -75,7 +77,7 @@ def show(
     problem: Annotated[str, typer.Argument(metavar="PROBLEM", help="A problem as `db list` names it, or a part of it.")],
     device: Device = None,
     status: Annotated[str | None, typer.Option("--status", help="Only this status (ok, wrong, compile_error, ...).")] = None,
-    limit: Annotated[int, typer.Option("--limit", help="At most this many rows.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="At most this many rows.")] = 50,
     shipped: Annotated[bool, typer.Option(help="Include the tables that install with the package.")] = True,
     db: Database = None,
     json: Json = False,
@@ -107,7 +109,7 @@ def _contents(db: Path | None, shipped: bool) -> list[tuple[str, list[TrialRow]]
     from tpf_jit.tuning_db import contents, user_database_path
 
     user = db or user_database_path()
-    own = contents.read(user).trials if db is not None or user.is_file() else {}
+    own = contents.read(user).trials if db is not None or user.exists() else {}
     others = {name: row for name, row in contents.shipped().items() if name not in own} if shipped else {}
     return [(str(user), list(own.values())), ("shipped tables", list(others.values()))]
 
@@ -150,10 +152,10 @@ def _report(result: Any) -> None:
 @app.command()
 def verify(
     re_measure: Annotated[
-        int | None, typer.Option("--re-measure", metavar="N", help="Time N of this GPU's winners again, too.")
+        int | None, typer.Option("--re-measure", min=0, metavar="N", help="Time N of this GPU's winners again, too.")
     ] = None,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Drift of a time that counts as wrong.")] = 0.05,
-    device: Annotated[int | None, typer.Option("--device", help="CUDA device index, to measure on.")] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Drift of a time that counts as wrong.")] = 0.05,
+    device: Annotated[int | None, typer.Option("--device", min=0, help="CUDA device index, to measure on.")] = None,
     db: Database = None,
     json: Json = False,
 ) -> None:

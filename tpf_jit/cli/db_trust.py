@@ -17,7 +17,7 @@ Database = Annotated[
     Path | None, typer.Option("--db", help="Database file; the user database (TPF_JIT_DB, else the data folder) if left out.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="Only device models that contain this text, such as H200.")]
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", help="Compile processes; one per CPU if left out.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compile processes; one per CPU if left out.")]
 
 
 def stale(
@@ -71,7 +71,7 @@ def _survey(db: Path | None, shipped: bool, device: str | None) -> list[Any]:
     user = db or user_database_path()
     layers = [reader.read_shipped()] if shipped else []
     trials = contents.shipped() if shipped else {}
-    if db is not None or user.is_file():
+    if db is not None or user.exists():
         trials = {**trials, **contents.read(user).trials}
         layers.insert(0, reader.read_layer(user))
     found = standing.survey(layers, trials, (db, shipped))
@@ -158,7 +158,9 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A database, or an exported .jsonl file.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
     device: Device = None,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Times within this share of each other are equal.")] = 0.02,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, help="Times within this share of each other are equal.")
+    ] = 0.02,
     every: Annotated[bool, typer.Option("--all", help="Show equal problems as well.")] = False,
     json: Json = False,
 ) -> None:

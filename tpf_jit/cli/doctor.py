@@ -69,6 +69,7 @@ def examine() -> Iterator[Finding]:
         ("kernels", _kernels),
         ("object cache", _cache),
         ("user database", _database),
+        ("workspace", _workspace),
         ("tuned for this GPU", _winners),
     ):
         yield _guarded(name, check)
@@ -186,7 +187,7 @@ def _unwritable(folder: Path) -> str | None:
 def _database() -> Finding:
     from tpf_jit.tuning_db import user_database_path
     from tpf_jit.tuning_db.audit import audit_file
-    from tpf_jit.tuning_db.reader import read_layer
+    from tpf_jit.tuning_db.reader import folder_problem, read_layer
 
     path = user_database_path()
     remedy = "tuning results and hashes of cached kernels cannot be kept; set TPF_JIT_DB to a file that can be written"
@@ -194,6 +195,8 @@ def _database() -> Finding:
         exists = path.exists()
     except OSError as error:
         return Finding("user database", FAIL, f"{path}: {error.strerror}", remedy)
+    if wrong := folder_problem(path):
+        return Finding("user database", FAIL, f"{path} {wrong}", remedy)
     problem = _unwritable(path.parent)
     if problem:
         return Finding("user database", FAIL, f"{path}: {problem}", remedy)
@@ -202,8 +205,20 @@ def _database() -> Finding:
     problems = audit_file(path)
     if problems:
         remedy = "tpf-jit db verify shows all problems; a file that is damaged as a whole is set aside at the next write"
-        return Finding("user database", FAIL, f"{path}: {problems[0]}", remedy)
+        named = problems[0] if problems[0].startswith(str(path)) else f"{path}: {problems[0]}"
+        return Finding("user database", FAIL, named, remedy)
     return Finding("user database", OK, f"{path}, {len(read_layer(path).winners)} tuned problems")
+
+
+def _workspace() -> Finding:
+    from tpf_jit.errors import InvalidInput
+    from tpf_jit.ops.settings import WORKSPACE_VARIABLE, workspace_bytes
+
+    try:
+        mib = workspace_bytes(None) // 2**20
+    except InvalidInput as error:
+        return Finding("workspace", FAIL, str(error), f"training on kernels fails; mend or unset {WORKSPACE_VARIABLE}")
+    return Finding("workspace", OK, f"at most {mib} MiB for the bias's gradient")
 
 
 def _winners() -> Finding:

@@ -11,7 +11,7 @@ from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
 from tpf_jit.cli._shapes import Batch, BiasDtype, Channels, Dtype, HeadDim, Heads, Hidden, Mask, Op, Rows, Targets, WeightDtype
 
-Jobs = Annotated[int | None, typer.Option("--jobs", help="Compile processes; by the number of cores if left out.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compile processes; by the number of cores if left out.")]
 
 
 def compile_kernels(
@@ -47,6 +47,8 @@ def compile_kernels(
         weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
     )  # fmt: skip
     compiled = tpf_jit.compile(shapes, arch, template, _config(config), residual, jobs, training)
+    if training:
+        _say_what_pytorch_trains(shapes)
     # Several problems usually share one kernel.
     serves: dict[Any, list[Any]] = {}
     for kernel in compiled:
@@ -58,6 +60,20 @@ def compile_kernels(
         print_table("compiled kernels", columns, [_kernel_row(kernels) for kernels in serves.values()])
     if not all(default_store().keeps(spec) for spec in serves):
         raise TpfError("kernels were compiled but could not be kept; the warnings above say why")
+
+
+def _say_what_pytorch_trains(shapes: list[Any]) -> None:
+    """A line for every reason for which shapes have no kernels of the backward."""
+    from tpf_jit.ops.multiplication_routing import backward_unsupported
+
+    reasons: dict[str, list[str]] = {}
+    for shape in shapes:
+        reason = backward_unsupported(shape) if shape.op == "triangle_multiplication" else None
+        if reason is not None:
+            reasons.setdefault(reason, []).append(_shapes.short(shape))
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        say(f"the backward takes the PyTorch path for {names[0]}{more}: {reason}")
 
 
 def _kernel_json(kernels: list[Any]) -> dict[str, Any]:
@@ -145,11 +161,13 @@ def tune(
         str | None,
         typer.Option("--direction", help="One of those that sweep --plan lists; all that inference runs if left out."),
     ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search per problem and direction.")] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem and direction, at most.")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", min=0, help="Seconds of search per problem and direction.")] = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=0, help="New configurations per problem and direction, at most.")
+    ] = None,
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
-    device: Annotated[int | None, typer.Option("--device", help="CUDA device index.")] = None,
+    device: Annotated[int | None, typer.Option("--device", min=0, help="CUDA device index.")] = None,
     isolate: Annotated[bool, typer.Option(help="Measure in a child process: a hang or crash costs one trial only.")] = True,
     jobs: Jobs = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
@@ -184,8 +202,8 @@ def tune(
 
 
 def demo(
-    crop: Annotated[int, typer.Option("--crop", help="Crop of the call that is tuned and compared on a GPU.")] = 384,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds of tuning on a GPU.")] = 60.0,
+    crop: Annotated[int, typer.Option("--crop", min=1, help="Crop of the call that is tuned and compared on a GPU.")] = 384,
+    budget: Annotated[float, typer.Option("--budget", min=0, help="Seconds of tuning on a GPU.")] = 60.0,
     json: Json = False,
 ) -> None:
     """Show what tpf_jit does on this machine: tune and compare on a Hopper GPU, else compile for one and check the CPU path."""

@@ -31,7 +31,7 @@ def report(
     trials, names = {}, []
     if sources is None:
         user = user_database_path()
-        sources = [user] if user.is_file() else []
+        sources = [user] if user.exists() else []
     for path in sources:
         trials.update(contents.read(path).trials)
         names.append(str(path))

@@ -40,8 +40,10 @@ def sweep(
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="GPUs to use, such as 0,2, as CUDA_VISIBLE_DEVICES names them; all if left out.")
     ] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="New configurations per problem and direction, at most.")] = None,
-    budget: Annotated[float | None, typer.Option("--budget", help="Seconds of search, all together.")] = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=0, help="New configurations per problem and direction, at most.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", min=0, help="Seconds of search, all together.")] = None,
     template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
     storage: Annotated[
         str | None,
@@ -49,7 +51,9 @@ def sweep(
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
     isolate: Annotated[bool, typer.Option(help="Measure in child processes: a hang or crash costs one trial only.")] = True,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Compile processes of a machine; with --ray, of a GPU.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Compile processes of a machine; with --ray, of a GPU.")
+    ] = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what would be tuned, and measure nothing.")] = False,
     json: Json = False,

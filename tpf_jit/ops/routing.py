@@ -30,6 +30,7 @@ FRONT_WEIGHTS = "triangle_multiplication/front_weights"
 BACK_WEIGHTS = "triangle_multiplication/back_weights"
 
 EMPTY = "the tensors are empty"
+NO_GPU = "there is no GPU here (PyTorch sees no CUDA device)"
 
 _warned: set[str] = set()
 
@@ -66,7 +67,7 @@ def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None
     return EMPTY if q.numel() == 0 else None
 
 
-def unsupported(shape: TriangleAttentionShape, device: torch.device) -> str | None:
+def unsupported(shape: TriangleAttentionShape, device: torch.device | None) -> str | None:
     """Why no registered forward template for a device serves the shape, or None if one does."""
     reasons, arch = [], hardware(device).arch
     for template in registry.templates(op=shape.op, direction="forward", arch=arch):
@@ -90,8 +91,10 @@ def _shape(*fields) -> TriangleAttentionShape:
     return TriangleAttentionShape(*fields)
 
 
-def hardware(device: torch.device) -> Hardware:
-    """What the device of a call offers; looked up once a device."""
+def hardware(device: torch.device | None) -> Hardware:
+    """What the device of a call offers, looked up once a device; None stands for a machine without a GPU, and no tensors."""
+    if device is None:
+        return Hardware(None, NO_GPU, 0)
     if device.type != "cuda" or torch.version.cuda is None:
         return Hardware(None, f"the tensors are on {device.type}, and kernels run on Hopper GPUs", 0)
     return _cuda_hardware(torch.cuda.current_device() if device.index is None else device.index)

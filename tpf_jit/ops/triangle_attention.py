@@ -53,7 +53,7 @@ def triangle_attention(
             row axis of its own, `(B or 1, I, H, N, N)`, is correct too, and slower. Its gradient comes back in its dtype and
             layout; that of a row axis expanded with stride 0 is spread evenly over it.
         mask: None, boolean (True keeps a key), or floating (added to the scores in fp32), broadcastable to `(B, I, 1, 1, N)`.
-            Has no gradient.
+            Gets no gradient, also where a floating one requires it: what is to be learned belongs in the bias.
         scale: any finite number; `D ** -0.5` when None.
         return_lse: whether to also return the log-sum-exp.
         workspace_mib: the most MiB of float32 that the backward kernels may take for the bias's gradient while it is summed up;
@@ -199,7 +199,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx, *grads):
         raise NotDifferentiable(
             "triangle_attention cannot be differentiated twice: its gradients have no gradients of their own. "
-            "Leave out create_graph=True where it is not needed, or use tpf_jit.templates.triangle_attention.reference"
+            "Leave out create_graph=True where it is not needed, or use the plain PyTorch of "
+            "`from tpf_jit.templates.triangle_attention import reference`"
         )
 
 

@@ -331,7 +331,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx, *grads):
         raise NotDifferentiable(
             "triangle_multiplication cannot be differentiated twice: its gradients have no gradients of their own. "
-            "Leave out create_graph=True where it is not needed, or use tpf_jit.templates.triangle_multiplication.reference"
+            "Leave out create_graph=True where it is not needed, or use the plain PyTorch of "
+            "`from tpf_jit.templates.triangle_multiplication import reference`"
         )
 
 

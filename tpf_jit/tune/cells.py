@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tpf_jit.errors import InvalidInput, NoKernel
+from tpf_jit.kernels import check_operation
 from tpf_jit.shape import TriangleMultiplicationShape, is_key, is_shape, parse_key, preset
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import canonical_json
@@ -56,7 +57,8 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
         gpu: the `Device` to tune on; templates for any when left out.
 
     Raises:
-        InvalidInput: a direction that no template of the operation has, or no problem at all.
+        InvalidInput: a direction that no template of the operation has, a template of an operation that no problem is of, or no
+            problem at all.
     """
     groups: dict[str, list[tuple[tuple[Any, ...], Cell]]] = {}
     refused: list[tuple[str, str]] = []
@@ -66,6 +68,8 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
     if chosen is not None and asked is None:
         asked = [chosen.direction]
     shapes = list(dict.fromkeys(shapes_of(problem)))
+    if chosen is not None and all(shape.op != chosen.op for shape in shapes):
+        check_operation(chosen, shapes[0].op)
     known = {op: tunable_directions(op) for op in dict.fromkeys(shape.op for shape in shapes)}
     everything = list(dict.fromkeys(direction for directions in known.values() for direction in directions))
     for direction in asked or ():
@@ -76,6 +80,9 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
             refused.append((shape.key(), f"no template is registered for {shape.op}"))
         for direction in known[shape.op]:
             if asked is not None and direction not in asked:
+                continue
+            if chosen is not None and chosen.op != shape.op:
+                refused.append((Cell(shape, direction).key, f"{chosen.name} computes {chosen.op}"))
                 continue
             try:
                 templates = supporting(shape, direction, gpu, chosen)

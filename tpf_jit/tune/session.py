@@ -19,6 +19,7 @@ from typing import Any
 
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import InvalidInput, MeasurementFailed, NoKernel
+from tpf_jit.kernels import check_operation
 from tpf_jit.templates.base import canonical_json, config_to_dict
 from tpf_jit.tune import measure, order, sweep
 from tpf_jit.tune.build import Builder
@@ -310,6 +311,7 @@ def supporting(shape: Any, direction: str, gpu: Any = None, chosen: Any = None) 
         chosen: this template only (name or instance).
 
     Raises:
+        InvalidInput: the chosen template is of another operation.
         NoKernel: with the reasons, when there are none.
     """
     from tpf_jit.templates import registry
@@ -317,6 +319,7 @@ def supporting(shape: Any, direction: str, gpu: Any = None, chosen: Any = None) 
     if isinstance(chosen, str):
         chosen = registry.get(chosen)
     if chosen is not None:
+        check_operation(chosen, shape.op)
         candidates = [chosen]
     else:
         candidates = registry.templates(op=shape.op, direction=direction, arch=gpu.arch if gpu is not None else None)
