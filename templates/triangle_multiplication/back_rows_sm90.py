@@ -5,8 +5,6 @@ A warpgroup takes a tile of 64 pairs (i, j) of one i, of z and of x, into regist
 gives the shared memory back at once: see front_rows_sm90.py, whose warp roles and order of work these are.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -15,11 +13,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from tpf_jit.templates.common.epilogue import warpgroup_sync
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import keep_statistics, operand_statistics, read_statistics
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
-from tpf_jit.templates.common.tiles import read_operand, write_tile
+from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -31,8 +28,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms, rounds, store_block
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels read at a time
 SETS = 2  # blocks at a time
@@ -125,9 +122,7 @@ class TriangleMultiplicationBackRowsSm90:
         sZ, sX, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
-            # The gate's constant is used in base 2.
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+        fetch_terms(sTerms, mTerms, self.threads)
 
         in_stages = self.stages * self.warpgroups
         in_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
@@ -149,18 +144,6 @@ class TriangleMultiplicationBackRowsSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(ring, pipe_w, (sZ, sX, sP, sG, sO, sTerms), stats, stores, mResidual, eps, sizes)
 
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of j, i, batch)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
-
-    @cute.jit
-    def rounds(self, tiles: Int32, wg: Int32):
-        """Tiles of a warpgroup of this CTA."""
-        each = cute.arch.grid_dim()[0] * self.warpgroups
-        return (tiles - cute.arch.block_idx()[0] * self.warpgroups - wg + each - 1) // each
-
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
     def load(self, ring, loads, smem, sizes, wg: Int32, in_bytes: cutlass.Constexpr):
@@ -171,9 +154,9 @@ class TriangleMultiplicationBackRowsSm90:
         tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
         tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
         state = producer_state(self.stages)
-        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             place = wg * self.stages + state.index
             bar = acquire_stage(ring, place, state.phase, in_bytes)
             cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
@@ -201,16 +184,16 @@ class TriangleMultiplicationBackRowsSm90:
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
-        mma = self.mma
+        mma, (tma, gO) = self.mma, stores
         tP, tG = (mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG))
         shape = mma.partition_shape_C((ROWS, self.tile_c))
         accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(SETS)]
         layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.channels, self.hidden)]
         state = consumer_state(self.stages)
         pipe_w.consumer_wait(consumer_state(1))
-        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             place, first = wg * self.stages + state.index, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
             # ((mean and rstd of z, mean and rstd of x), this thread's 2 pairs)
             of_pair = cute.make_rmem_tensor((4, 2), Float32)
@@ -236,8 +219,10 @@ class TriangleMultiplicationBackRowsSm90:
                     warpgroup.wait_group(SETS - 1 - s)
                     self.gate(accs[s][0], accs[s][1], of_pair, sTerms, c + s, tidx)
                     if const_expr(self.has_residual):
-                        self.add_residual(accs[s][0], mResidual, (batch, i, first), c + s, crop, tidx)
-                    self.store(accs[s][0], sO, stores, (c + s, block, i, batch), wg, s, tidx)
+                        add_residual(accs[s][0], mResidual, (batch, i, first), (c + s) * self.tile_c, crop, tidx)
+                    target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c + s, i, batch))
+                    buffer = wg * self.out_stages + s % self.out_stages
+                    store_block(accs[s][0], sO, buffer, self.out_stages - 1, mma, tma, target, wg, tidx, False)
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -265,41 +250,6 @@ class TriangleMultiplicationBackRowsSm90:
                 value = (x[r, n] - of_pair[2, r] * terms[0]) * of_pair[3, r] + terms[1]
                 gate = (g[r, n] - of_pair[0, r] * terms[2]) * (of_pair[1, r] * -LOG2_E) + terms[3]
                 x[r, n] = value * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate, fastmath=True))
-
-    @cute.jit
-    def add_residual(self, acc, mResidual, where, c: Int32, crop: Int32, tidx: Int32):
-        """acc += residual, read where the thread's own results go."""
-        batch, i, first = where
-        values = rows_view(acc)
-        for r in cutlass.range_constexpr(2):
-            if first + 8 * r < crop:
-                line = mResidual[batch, i, first + 8 * r, None]
-                for n in cutlass.range_constexpr(self.tile_c // 8):
-                    raw = cute.make_rmem_tensor(2, self.dtype)
-                    channel = c * self.tile_c + 8 * n + 2 * (tidx % 4)
-                    cute.autovec_copy(cute.make_tensor((line.iterator + channel).align(4), cute.make_layout(2)), raw)
-                    values[r, 2 * n] = values[r, 2 * n] + raw[0].to(Float32)
-                    values[r, 2 * n + 1] = values[r, 2 * n + 1] + raw[1].to(Float32)
-
-    @cute.jit
-    def store(self, acc, sO, stores, where, wg, s: cutlass.Constexpr, tidx: Int32):
-        """Round a block's results and store them."""
-        c, block, i, batch = where
-        tma, gO = stores
-        place, leader = wg * self.out_stages + s % self.out_stages, cute.arch.make_warp_uniform(tidx // 32) == 0
-        if leader:
-            cute.arch.cp_async_bulk_wait_group(self.out_stages - 1, read=True)  # the store before has left the buffer
-        warpgroup_sync(wg)
-        write_tile(acc, sO[None, None, place], self.mma, tidx, False)
-        cute.arch.fence_view_async_shared()
-        warpgroup_sync(wg)
-        if leader:
-            target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c, i, batch))
-            source, destination = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(target, 0, 2)
-            )
-            cute.copy(tma, source[None, place], destination)
-            cute.arch.cp_async_bulk_commit_group()
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -17,8 +17,6 @@ as they are, and both enter after the products.
 Warp roles: warpgroup 0 issues TMA, the W others multiply, take the statistics of x while they wait, gate and store.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -43,8 +41,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
 STATS_COLUMNS = 32  # channels of x whose statistics are taken at a time
 
@@ -137,9 +135,7 @@ class TriangleMultiplicationBackSm90:
         sZ, sX = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout)
         sW, sO = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.o, self.o_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.channels, self.threads, unroll=1):
-            # The gate's constant is used in base 2.
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+        fetch_terms(sTerms, mTerms, self.threads)
 
         warps = 4 * self.warpgroups
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
@@ -154,12 +150,6 @@ class TriangleMultiplicationBackSm90:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(pipe, pipe_w, (sZ, sX, sW, sO, sTerms), stats, stores, mResidual, eps, sizes)
-
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of j, i, batch)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
 
     # ---- device: producer ---------------------------------------------------------------------------------------
     @cute.jit
@@ -177,7 +167,7 @@ class TriangleMultiplicationBackSm90:
             bar = pipe.producer_get_barrier(state)
             for w in cutlass.range_constexpr(self.warpgroups):
                 # A tile beyond the last is the last again, and not stored.
-                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                block, i, batch = decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
                 cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, state.index * self.warpgroups + w], tma_bar_ptr=bar)
                 cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, state.index * self.warpgroups + w], tma_bar_ptr=bar)
             state.advance()
@@ -215,7 +205,7 @@ class TriangleMultiplicationBackSm90:
         state, w_state, done = consumer_state(self.stages), consumer_state(self.w_stages), consumer_state(self.w_stages)
         for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
             tile = task * self.warpgroups + wg
-            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = state.index * self.warpgroups + wg
             # Of this thread's two pairs: mean and rstd of z, of x.
             of_pair = cute.make_rmem_tensor((2, 4), Float32)
@@ -252,7 +242,7 @@ class TriangleMultiplicationBackSm90:
                     done.advance()
                 self.gate(acc_x, acc_g, sTerms, of_pair, c, tidx)
                 if const_expr(self.has_residual):
-                    self.add_residual(acc_x, mResidual, (batch, i, block), c, crop, tidx)
+                    add_residual(acc_x, mResidual, (batch, i, first), c * self.tile_c, crop, tidx)
                 if tile < tiles:
                     rounded = cute.make_rmem_tensor(shape, self.dtype)
                     rounded.store(acc_x.load().to(self.dtype))
@@ -299,22 +289,6 @@ class TriangleMultiplicationBackSm90:
                 gate = (g[r, n] - of_pair[r, 0] * terms[2]) * (of_pair[r, 1] * -LOG2_E) + terms[3]
                 odds = cute.math.exp2(gate, fastmath=True)
                 x[r, n] = value * cute.arch.rcp_approx(1.0 + odds)
-
-    @cute.jit
-    def add_residual(self, acc, mResidual, where, c: Int32, crop: Int32, tidx: Int32):
-        """acc += residual, read where the thread's own results go."""
-        batch, i, block = where
-        values = rows_view(acc)
-        for r in cutlass.range_constexpr(2):
-            j = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
-            if j < crop:
-                line = mResidual[batch, i, j, None]
-                for n in cutlass.range_constexpr(self.tile_c // 8):
-                    raw = cute.make_rmem_tensor(2, self.dtype)
-                    channel = c * self.tile_c + 8 * n + 2 * (tidx % 4)
-                    cute.autovec_copy(cute.make_tensor((line.iterator + channel).align(4), cute.make_layout(2)), raw)
-                    values[r, 2 * n] = values[r, 2 * n] + raw[0].to(Float32)
-                    values[r, 2 * n + 1] = values[r, 2 * n + 1] + raw[1].to(Float32)
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -12,6 +12,19 @@ from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, regist
 from tpf_jit.templates.triangle_multiplication.config import TriangleMultiplicationBack, TriangleMultiplicationFront
 
 
+class _Rows:
+    """What both add to the templates whose work they do."""
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        supported, reason = super().supports(shape)
+        if supported and not self.space(shape):
+            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
+        return supported, reason
+
+    def registers(self, config: Any) -> tuple[int, int]:
+        return register_split(config)
+
+
 @dataclass(frozen=True)
 class FrontRowsConfig:
     """Launch choices of the front kernel with pairs as rows."""
@@ -28,20 +41,11 @@ class FrontRowsConfig:
     """CTAs that share an SM."""
 
 
-class TriangleMultiplicationFrontRows(TriangleMultiplicationFront):
+class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
     """LayerNorm, projections, gates, mask: see front_rows_sm90.py."""
 
     name = "triangle_multiplication_front_rows_sm90"
     Config = FrontRowsConfig
-
-    def supports(self, shape: Any) -> tuple[bool, str]:
-        supported, reason = super().supports(shape)
-        if supported and not self.space(shape):
-            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
-        return supported, reason
-
-    def registers(self, config: Any) -> tuple[int, int]:
-        return register_split(config)
 
     def registers_needed(self, shape: Any, config: FrontRowsConfig) -> int:
         """z as an operand (C/4), values and gates of two blocks (tile_h/2 each), and 48 for the rest."""
@@ -105,20 +109,11 @@ class BackRowsConfig:
     """CTAs that share an SM."""
 
 
-class TriangleMultiplicationBackRows(TriangleMultiplicationBack):
+class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
     """LayerNorm of x, output projection, gate, residual: see back_rows_sm90.py."""
 
     name = "triangle_multiplication_back_rows_sm90"
     Config = BackRowsConfig
-
-    def supports(self, shape: Any) -> tuple[bool, str]:
-        supported, reason = super().supports(shape)
-        if supported and not self.space(shape):
-            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
-        return supported, reason
-
-    def registers(self, config: Any) -> tuple[int, int]:
-        return register_split(config)
 
     def registers_needed(self, shape: Any, config: BackRowsConfig) -> int:
         """z and x as operands (C/4 and D/4), values and gates of two blocks (tile_c/2 each), and 48 for the rest."""

@@ -19,8 +19,6 @@ Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetch
 consumer warpgroup has tiles of its own, and where the weights stay none waits for another.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -45,8 +43,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, rounds
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
 
@@ -143,9 +141,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
         sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.rows, self.threads, unroll=1):
-            # The gate's constant is used in base 2.
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+        fetch_terms(sTerms, mTerms, self.threads)
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
@@ -168,18 +164,6 @@ class TriangleMultiplicationFrontBackwardSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sP, sG, sPt, sGt, sD, sTerms), per_pair, stores, sizes)
 
-    @cute.jit
-    def rounds(self, tiles: Int32):
-        """Tiles of each warpgroup of this CTA; the last of some are tiles beyond the last, not stored."""
-        each = cute.arch.grid_dim()[0] * self.warpgroups
-        return (tiles - cute.arch.block_idx()[0] * self.warpgroups + each - 1) // each
-
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of k, i, batch)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
-
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
     def load(self, ring, d_ring, loads, smem, sizes, wg: Int32, bytes_each: cutlass.Constexpr):
@@ -192,10 +176,10 @@ class TriangleMultiplicationFrontBackwardSm90:
         tTs, tTg = partition(tma_t, sT, gT, pairs, (None, 0, None, None))
         tDs, tDg = partition(tma_d, sD, gD, (self.tile_h, ROWS), (None, None, None, None))
         state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
-        for n in cutlass.range(self.rounds(tiles), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             # A tile beyond the last is the last again, and not stored.
-            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
             bar = acquire_stage(ring, place, state.phase, bytes_each[0])
             cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
@@ -218,7 +202,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         tPs, tPg = partition(tma_p, sP, gP, (self.tile_h, self.channels), (None, 0))
         tGs, tGg = partition(tma_g, sG, gG, (self.tile_h, self.channels), (None, 0))
         w_state = producer_state(self.w_stages)
-        for _ in cutlass.range(1 if self.resident else self.rounds(tiles), unroll=1):
+        for _ in cutlass.range(1 if self.resident else rounds(tiles, self.warpgroups, 0), unroll=1):
             for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
                 pipe_w.producer_acquire(w_state)
                 bar = pipe_w.producer_get_barrier(w_state)
@@ -250,9 +234,9 @@ class TriangleMultiplicationFrontBackwardSm90:
         acc_t = cute.make_rmem_tensor(row, Float32)
         operand = spread.partition_shape_A((ROWS, self.tile_h))
         state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
-        for n in cutlass.range(self.rounds(tiles), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = self.decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
             # Of this thread's two pairs: mean, rstd, factor.
             of_pair = cute.make_rmem_tensor((2, 3), Float32)

@@ -11,8 +11,6 @@ Of two blocks of tile_h rows of the weights, the products of the second run whil
 Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights, once.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -21,11 +19,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from tpf_jit.templates.common.epilogue import warpgroup_sync
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
-from tpf_jit.templates.common.tiles import read_operand, transposed_view, write_tile
+from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -37,8 +34,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, rounds, store_block
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
 SETS = 2  # blocks at a time
@@ -126,9 +123,7 @@ class TriangleMultiplicationFrontRowsSm90:
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], 4 * self.rows, self.threads, unroll=1):
-            # The gate's constant is used in base 2.
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+        fetch_terms(sTerms, mTerms, self.threads)
 
         z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
         ring = ring_of(sm.bar_z.data_ptr(), z_stages)
@@ -149,18 +144,6 @@ class TriangleMultiplicationFrontRowsSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(ring, pipe_w, (sZ, sP, sG, sO, sTerms), per_pair, stores, eps, sizes)
 
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of k, i, batch)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
-
-    @cute.jit
-    def rounds(self, tiles: Int32, wg: Int32):
-        """Tiles of a warpgroup of this CTA."""
-        each = cute.arch.grid_dim()[0] * self.warpgroups
-        return (tiles - cute.arch.block_idx()[0] * self.warpgroups - wg + each - 1) // each
-
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
     def load(self, ring, load_z, sZ, sizes, wg: Int32, z_bytes: cutlass.Constexpr):
@@ -169,9 +152,9 @@ class TriangleMultiplicationFrontRowsSm90:
         crop, blocks, tiles = sizes
         tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
         state = producer_state(self.z_stages)
-        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             place = wg * self.z_stages + state.index
             bar = acquire_stage(ring, place, state.phase, z_bytes)
             cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
@@ -205,9 +188,9 @@ class TriangleMultiplicationFrontRowsSm90:
         operand = cute.make_layout(mma.partition_shape_A((ROWS, self.channels)))
         state = consumer_state(self.z_stages)
         pipe_w.consumer_wait(consumer_state(1))
-        for n in cutlass.range(self.rounds(tiles, wg), unroll=1):
+        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             place = wg * self.z_stages + state.index
             wait_stage(ring, place, state.phase)
             frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
@@ -262,20 +245,9 @@ class TriangleMultiplicationFrontRowsSm90:
             self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, False)
         else:
             self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, True)
-        place, leader = wg * self.out_stages + s % self.out_stages, cute.arch.make_warp_uniform(tidx // 32) == 0
-        if leader:
-            cute.arch.cp_async_bulk_wait_group(self.out_stages - 1, read=True)  # the store before has left the buffer
-        warpgroup_sync(wg)
-        write_tile(accs[0], transposed_view(sO[None, None, place]), self.mma, tidx, True)
-        cute.arch.fence_view_async_shared()
-        warpgroup_sync(wg)
-        if leader:
-            target = cute.local_tile(gF, (self.tile_h, ROWS), (b, block, i, batch))
-            source, destination = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(target, 0, 2)
-            )
-            cute.copy(tma, source[None, place], destination)
-            cute.arch.cp_async_bulk_commit_group()
+        target = cute.local_tile(gF, (self.tile_h, ROWS), (b, block, i, batch))
+        buffer = wg * self.out_stages + s % self.out_stages
+        store_block(accs[0], sO, buffer, self.out_stages - 1, self.mma, tma, target, wg, tidx, True)
 
     @cute.jit
     def gate(self, acc_p, acc_g, of_pair, sTerms: cute.Tensor, b: Int32, tidx: Int32, factors: cutlass.Constexpr):

@@ -21,8 +21,6 @@ multiply, gate and store. The three work on different tiles at a time, and one w
 Source: LayerNorm, projections and gates as in AlphaFold 2 (Jumper et al. 2021, supplement, algorithms 11 and 12).
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -46,8 +44,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # channels of one product: the M of wgmma
 
 
@@ -135,9 +133,7 @@ class TriangleMultiplicationFrontSm90:
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
         sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tile_n, self.z_stages * self.warpgroups)))
         sTerms = sm.terms.get_tensor(cute.make_layout((4, 2 * self.hidden)))
-        for i in cutlass.range(cute.arch.thread_idx()[0], 8 * self.hidden, self.threads, unroll=1):
-            # The gate's constant is used in base 2.
-            sTerms[i % 4, i // 4] = mTerms[i // 4, i % 4] * (Float32(-LOG2_E) if i % 4 == 3 else Float32(1.0))
+        fetch_terms(sTerms, mTerms, self.threads)
 
         normed, warps = sm.bar_norm.data_ptr(), 4 * self.warpgroups
         if warp_idx == 0:
@@ -159,12 +155,6 @@ class TriangleMultiplicationFrontSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(pipe_z, pipe_w, normed, (sZ, sP, sG, sPairs, sO, sTerms), stores, sizes)
 
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """tile -> (block of k, i, batch); a tile beyond the last is the last again (its results are stored twice, alike)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
-
     # ---- device: producer ---------------------------------------------------------------------------------------
     @cute.jit
     def load(self, pipe_z, pipe_w, loads, smem, sizes):
@@ -179,7 +169,7 @@ class TriangleMultiplicationFrontSm90:
             pipe_z.producer_acquire(z_state)
             bar = pipe_z.producer_get_barrier(z_state)
             for w in cutlass.range_constexpr(self.warpgroups):
-                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                block, i, batch = decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
                 cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, z_state.index * self.warpgroups + w], tma_bar_ptr=bar)
             z_state.advance()
             again = 2 * self.hidden // ROWS
@@ -212,7 +202,7 @@ class TriangleMultiplicationFrontSm90:
             pipe_z.consumer_wait(state)
             for w in cutlass.range_constexpr(self.warpgroups):
                 stage = state.index * self.warpgroups + w
-                block, i, batch = self.decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
+                block, i, batch = decode(cutlass.min(task * self.warpgroups + w, tiles - 1), crop, blocks)
                 for step in cutlass.range(self.tile_n // pairs_a_pass, unroll=2 if self.channels <= 256 else 1):
                     n = step * pairs_a_pass + local
                     k = block * self.tile_n + n
@@ -248,7 +238,7 @@ class TriangleMultiplicationFrontSm90:
         acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         z_state, w_state, done = consumer_state(self.z_stages), consumer_state(self.w_stages), consumer_state(self.w_stages)
         for task in cutlass.range(cute.arch.block_idx()[0], tasks, cute.arch.grid_dim()[0], unroll=1):
-            block, i, batch = self.decode(cutlass.min(task * self.warpgroups + wg, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(task * self.warpgroups + wg, tiles - 1), crop, blocks)
             tile = z_state.index * self.warpgroups + wg
             if const_expr(self.resident):
                 w_state = consumer_state(self.w_stages)

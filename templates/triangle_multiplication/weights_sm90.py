@@ -28,8 +28,6 @@ they are. Where a step is two tiles, the products of one run while the other's g
 Warp roles: of warpgroup 0, warp 0 issues TMA and warp 1 fetches what belongs to the pairs; the W others multiply.
 """
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -53,8 +51,8 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
 
 
@@ -199,12 +197,6 @@ class TriangleMultiplicationWeightsSm90:
             tiles = (sG, sV, sZ, sZt, sX, sXt, sD, sPairs)
             self.accumulate(pipe, pipe_w, fetched, tiles, (mTerms, mPlanes, mSums), where, sizes)
 
-    @cute.jit
-    def decode(self, tile: Int32, crop: Int32, blocks: Int32):
-        """step -> (block of k, i, batch)."""
-        rest, block = tile // blocks, tile % blocks
-        return block, rest % crop, rest // crop
-
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
     def load(self, pipe, pipe_w, loads, smem, where, sizes):
@@ -228,7 +220,7 @@ class TriangleMultiplicationWeightsSm90:
                 cute.copy(tma_v, tVg[None, m * self.warpgroups + w, part], tVs[None, w * self.parts + part], tma_bar_ptr=bar)
                 cute.copy(tma_g, tGg[None, m * self.warpgroups + w, part], tGs[None, w * self.parts + part], tma_bar_ptr=bar)
         for tile in cutlass.range(split, tiles, splits, unroll=1):
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             pipe.producer_acquire(state)
             bar = pipe.producer_get_barrier(state)
             for t in cutlass.range_constexpr(self.tiles):
@@ -257,7 +249,7 @@ class TriangleMultiplicationWeightsSm90:
         lane = cute.arch.thread_idx()[0] % 32
         state = producer_state(self.stages)
         for tile in cutlass.range(split, tiles, splits, unroll=1):
-            block, i, batch = self.decode(tile, crop, blocks)
+            block, i, batch = decode(tile, crop, blocks)
             cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
             for step in cutlass.range_constexpr(-(-self.tiles * self.tile_n // 32)):
                 n = lane + 32 * step
