@@ -120,7 +120,7 @@ class Isolation:
             reason = answer[0] if kind == "error" else "the GPU takes no work in a new process"
             raise MeasurementFailed(
                 f"measuring in a process of its own failed: {reason}. If the GPU is in exclusive mode, end the processes that "
-                "use it, or measure in this one (--no-isolate, TuneOptions(isolate=False))"
+                "use it; where there is a choice, measure in this one (TuneOptions(isolate=False), see docs/faults.md)"
             )
         self._serves, self._fresh, self._greeting = recipe, True, (answer[0], answer[1])
         return self._greeting
