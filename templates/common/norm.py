@@ -89,8 +89,9 @@ def operand_statistics(frag: cute.Tensor, eps: Float32, width: cutlass.Constexpr
         mean = cute.arch.warp_reduction_sum(total, threads_in_group=4) * (1.0 / width)
         for j in cutlass.range_constexpr(width // 8):
             two = pair_of_operand(frag, r, j)
-            first, second = two[0] - mean, two[1] - mean
-            squares += first * first + second * second
+            for e in cutlass.range_constexpr(2):
+                difference = two[e] - mean
+                squares = difference * difference + squares
         variance = cute.arch.warp_reduction_sum(squares, threads_in_group=4) * (1.0 / width)
         found[0, r], found[1, r] = mean, cute.math.rsqrt(variance + eps, fastmath=True)
     return found

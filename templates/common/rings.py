@@ -15,12 +15,12 @@ def ring_of(bars, stages: int):
 
 
 @cute.jit
-def initialise_ring(ring, stages: cutlass.Constexpr):
-    """By one thread, before the fence and the barrier that make barriers known."""
+def initialise_ring(ring, stages: cutlass.Constexpr, consumer_warps: cutlass.Constexpr = 4):
+    """By one thread, before the fence and the barrier that make barriers known. consumer_warps: those that give a stage back."""
     full, empty = ring
     for i in cutlass.range_constexpr(stages):
         cute.arch.mbarrier_init(full + i, 1)
-        cute.arch.mbarrier_init(empty + i, 4)  # the warps of the warpgroup
+        cute.arch.mbarrier_init(empty + i, consumer_warps)
 
 
 @cute.jit

@@ -42,7 +42,7 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, rounds
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, more_of_pairs, rounds
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 
@@ -55,7 +55,8 @@ class TriangleMultiplicationBackBackwardSm90:
         self.channels, self.hidden, self.passes = variant["channels"], variant["hidden"], passes
         self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
         self.stages, self.pair_stages, self.w_stages = config.stages, config.pair_stages, config.weight_stages
-        self.resident = self.w_stages >= self.channels // self.tile_c
+        self.blocks = self.channels // self.tile_c
+        self.resident = self.w_stages >= self.blocks
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -74,6 +75,7 @@ class TriangleMultiplicationBackBackwardSm90:
             )
 
         self.project_x, self.project_z = mma(mn_major, k_major, c, shared), mma(k_major, k_major, c, shared)
+        self.project_more = mma(k_major, k_major, c, registers)
         self.spread_x, self.spread_z = (mma(k_major, mn_major, width, registers) for width in (self.hidden, self.channels))
         self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
@@ -82,6 +84,7 @@ class TriangleMultiplicationBackBackwardSm90:
         self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.w_stages)
         self.pt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.hidden, c), self.dtype, self.w_stages)
         self.gt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.channels, c), self.dtype, self.w_stages)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, MORE), self.dtype, self.blocks)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.stages * self.warpgroups)
 
     def _storage(self):
@@ -92,12 +95,13 @@ class TriangleMultiplicationBackBackwardSm90:
             bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages * self.warpgroups]
             bar_d: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
             bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
-            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
             z: smem_area(self.dtype, self.z_layout)
             x: smem_area(self.dtype, self.x_layout)
             p: smem_area(self.dtype, self.p_layout)
             g: smem_area(self.dtype, self.g_layout)
             d: smem_area(self.dtype, self.d_layout)
+            more_p: smem_area(self.dtype, self.more_layout)
+            more_g: smem_area(self.dtype, self.more_layout)
             o: waiting
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -131,7 +135,7 @@ class TriangleMultiplicationBackBackwardSm90:
         tiles = blocks * crop * batch
         ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
         self.kernel(loads, stores, (mZStats, mXStats), mTerms, (crop, blocks, tiles)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -143,12 +147,15 @@ class TriangleMultiplicationBackBackwardSm90:
             for atom, _ in (*loads, *stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sX, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.d, self.d_layout)
         sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
         sPt, sGt = smem_tensor(sm.p, self.pt_layout), smem_tensor(sm.g, self.gt_layout)
         sO = smem_tensor(sm.o, self.o_layout) if const_expr(self.passes > 1) else sX
-        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
-        fetch_terms(sTerms, mTerms, self.threads)
+        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
+        fill_more(sMoreP, mTerms, 0, self.threads)
+        fill_more(sMoreG, mTerms, 2, self.threads)
+        cute.arch.fence_view_async_shared()
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
@@ -170,7 +177,7 @@ class TriangleMultiplicationBackBackwardSm90:
                 self.load_weights(pipe_w, loads, (sP, sG), sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.differentiate((ring, d_ring, pipe_w), (sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms), stats, stores, sizes)
+            self.differentiate((ring, d_ring, pipe_w), (sZ, sX, sP, sG, sPt, sGt, sMoreP, sMoreG, sD, sO), stats, stores, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -224,7 +231,7 @@ class TriangleMultiplicationBackBackwardSm90:
     @cute.jit
     def differentiate(self, pipes, smem, stats, stores, sizes):
         ring, d_ring, pipe_w = pipes
-        sZ, sX, sP, sG, sPt, sGt, sD, sO, sTerms = smem
+        sZ, sX, sP, sG, sPt, sGt, sMoreP, sMoreG, sD, sO = smem
         (tma_dx, gDx), (tma_dzn, gDzn) = stores
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
@@ -234,19 +241,22 @@ class TriangleMultiplicationBackBackwardSm90:
         tP, tG = self.project_x.make_fragment_B(by_x.partition_B(sP)), self.project_z.make_fragment_B(by_z.partition_B(sG))
         tPt = self.spread_x.make_fragment_B(self.spread_x.get_slice(0).partition_B(sPt))
         tGt = self.spread_z.make_fragment_B(self.spread_z.get_slice(0).partition_B(sGt))
-        fragments = (tX, tZ, tP, tG, tPt, tGt)
+        by_more = self.project_more.get_slice(0)
+        tMoreP, tMoreG = (self.project_more.make_fragment_B(by_more.partition_B(t)) for t in (sMoreP, sMoreG))
+        fragments = (tX, tZ, tP, tG, tPt, tGt, tMoreP, tMoreG)
         state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
-            # Of this thread's two pairs: mean and rstd of z, of x.
-            of_pair = cute.make_rmem_tensor((2, 4), Float32)
+            # (mean, rstd) of this thread's two pairs.
+            of_z, of_x = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
             for r in cutlass.range_constexpr(2):
                 j = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
-                for m in cutlass.range_constexpr(2):
-                    two = read_statistics(stats[m], (batch, i, j), crop)
-                    of_pair[r, 2 * m], of_pair[r, 2 * m + 1] = two[0], two[1]
+                for of_pair, given in ((of_z, stats[0]), (of_x, stats[1])):
+                    two = read_statistics(given, (batch, i, j), crop)
+                    of_pair[0, r], of_pair[1, r] = two[0], two[1]
+            norms = (of_x, of_z)
             wait_stage(ring, place, state.phase)
             dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
             dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
@@ -254,19 +264,19 @@ class TriangleMultiplicationBackBackwardSm90:
             # Each warp writes over its own 16 pairs of z and x, which only its own rows of the products read.
             if const_expr(self.passes == 1):
                 acc_x, acc_z, d_state, w_state = self.walk(
-                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, True
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, norms, where, True, True
                 )
-                self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_pair, tidx)
+                self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_x, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
                 store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles, False)
             else:
                 acc_x, _, d_state, w_state = self.walk(
-                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, True, False
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, norms, where, True, False
                 )
-                self.normalise(acc_x, sX[None, None, place], sO[None, None, wg], of_pair, tidx)
+                self.normalise(acc_x, sX[None, None, place], sO[None, None, wg], of_x, tidx)
                 store_in_place(tidx, wg, sO, wg, tma_dx, dx_tile, tile < tiles)
                 _, acc_z, d_state, w_state = self.walk(
-                    (pipe_w, d_ring), d_state, w_state, fragments, sD, sTerms, of_pair, where, False, True
+                    (pipe_w, d_ring), d_state, w_state, fragments, sD, norms, where, False, True
                 )
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
             store_in_place(tidx, wg, sZ, place, tma_dzn, dzn_tile, tile < tiles)
@@ -275,16 +285,21 @@ class TriangleMultiplicationBackBackwardSm90:
 
     @cute.jit
     def walk(
-        self, pipes, d_state, w_state, fragments, sD, sTerms, of_pair, where,
+        self, pipes, d_state, w_state, fragments, sD, norms, where,
         want_x: cutlass.Constexpr, want_z: cutlass.Constexpr,
     ):
         """One pass over the weights: the gradients that are wanted, of x times its LayerNorm's weight and of LN(z) times its."""
-        (pipe_w, d_ring), (tX, tZ, tP, tG, tPt, tGt) = pipes, fragments
+        (pipe_w, d_ring), (tX, tZ, tP, tG, tPt, tGt, tMoreP, tMoreG) = pipes, fragments
+        of_x, of_z = norms
         place, wg, tidx = where
+        frags = [more_of_pairs(of_pair, self.dtype, tidx) for of_pair in norms]
+        more = cute.make_layout(self.spread_z.partition_shape_A((ROWS, MORE)))
+        more_x, more_z = (cute.make_tensor(frag.iterator, more) for frag in frags)
         if const_expr(self.resident):
             w_state = consumer_state(self.w_stages)
         self._setup()  # a second pass cannot use the MMAs that the loop of the first has set
-        project_x, project_z, spread_x, spread_z = self.project_x, self.project_z, self.spread_x, self.spread_z
+        project_x, project_z, project_more = self.project_x, self.project_z, self.project_more
+        spread_x, spread_z = self.spread_x, self.spread_z
         shape = project_z.partition_shape_C((ROWS, self.tile_c))
         acc_h, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         acc_x = cute.make_rmem_tensor(spread_x.partition_shape_C((ROWS, self.hidden)), Float32)
@@ -292,16 +307,19 @@ class TriangleMultiplicationBackBackwardSm90:
         operand = spread_z.partition_shape_A((ROWS, self.tile_c))
         acc_x.fill(0.0)
         acc_z.fill(0.0)
-        for c in cutlass.range(self.channels // self.tile_c, unroll=1):
+        for mma in (project_x, project_z):
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        project_more.set(warpgroup.Field.ACCUMULATE, False)
+        for c in cutlass.range(self.blocks, unroll=1):
             pipe_w.consumer_wait(w_state)
             stage = w_state.index
             warpgroup.fence()
             if const_expr(want_z):
+                cute.gemm(project_more, acc_h, more_x[None, None, 0], tMoreP[None, None, 0, c], acc_h)
                 for step in cutlass.range_constexpr(self.hidden // 16):
-                    project_x.set(warpgroup.Field.ACCUMULATE, step > 0)
                     cute.gemm(project_x, acc_h, tX[None, None, step, place], tP[None, None, step, stage], acc_h)
+            cute.gemm(project_more, acc_g, more_z[None, None, 0], tMoreG[None, None, 0, c], acc_g)
             for step in cutlass.range_constexpr(self.channels // 16):
-                project_z.set(warpgroup.Field.ACCUMULATE, step > 0)
                 cute.gemm(project_z, acc_g, tZ[None, None, step, place], tG[None, None, step, stage], acc_g)
             warpgroup.commit_group()
             d_place = wg * self.stages + d_state.index
@@ -310,7 +328,7 @@ class TriangleMultiplicationBackBackwardSm90:
             release_stage(d_ring, d_place)
             d_state.advance()
             warpgroup.wait_group(0)
-            self.gates(acc_h, acc_g, d, of_pair, sTerms, c, tidx, want_z)
+            self.gates(acc_h, acc_g, d, of_x, of_z, want_z)
             if const_expr(want_x):
                 a_h = cute.make_rmem_tensor(operand, self.dtype)
                 a_h.store(cute.make_tensor(acc_h.iterator, a_h.layout).load().to(self.dtype))
@@ -326,27 +344,23 @@ class TriangleMultiplicationBackBackwardSm90:
         return acc_x, acc_z, d_state, w_state
 
     @cute.jit
-    def gates(self, acc_h, acc_g, d, of_pair, sTerms: cute.Tensor, block: Int32, tidx: Int32, want_gate: cutlass.Constexpr):
+    def gates(self, acc_h, acc_g, d, of_x, of_z, want_gate: cutlass.Constexpr):
         """acc_h, acc_g become the gradients of value and gate."""
         h, g = rows_view(acc_h), rows_view(acc_g)
         for j in cutlass.range_constexpr(self.tile_c // 8):
-            incoming = [two_columns(d, r, j) for r in range(2)]
-            for c in cutlass.range_constexpr(2):
-                terms = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(sTerms[None, block * self.tile_c + 8 * j + 2 * (tidx % 4) + c], terms)
-                for r in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                incoming = two_columns(d, r, j)
+                for c in cutlass.range_constexpr(2):
                     n = 2 * j + c
-                    gate = (g[r, n] - of_pair[r, 0] * terms[2]) * (of_pair[r, 1] * -LOG2_E) + terms[3]
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(gate, fastmath=True))
-                    grad = incoming[r][c] * s
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (of_z[1, r] * -LOG2_E), fastmath=True))
+                    grad = incoming[c] * s
                     if const_expr(want_gate):
-                        value = (h[r, n] - of_pair[r, 2] * terms[0]) * of_pair[r, 3] + terms[1]
-                        both = grad * value
+                        both = grad * (h[r, n] * of_x[1, r])
                         g[r, n] = both - both * s
                     h[r, n] = grad
 
     @cute.jit
-    def normalise(self, acc_x, x_tile: cute.Tensor, target: cute.Tensor, of_pair, tidx: Int32):
+    def normalise(self, acc_x, x_tile: cute.Tensor, target: cute.Tensor, of_x, tidx: Int32):
         """acc_x and x of a tile to dx, written to `target`, which may be where x lies."""
         x = read_tile(x_tile, self.spread_x, tidx, acc_x.shape, True)
         t = rows_view(acc_x)
@@ -355,7 +369,7 @@ class TriangleMultiplicationBackBackwardSm90:
             for j in cutlass.range_constexpr(self.hidden // 8):
                 two = two_columns(x, r, j)
                 row[2 * j], row[2 * j + 1] = two[0], two[1]
-            norm_gradient(t[r, None], row, of_pair[r, 2], of_pair[r, 3], self.hidden)
+            norm_gradient(t[r, None], row, of_x[0, r], of_x[1, r], self.hidden)
         write_tile(acc_x, target, self.spread_x, tidx, True)
 
 

@@ -28,11 +28,20 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms, rounds, store_block
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    add_residual,
+    decode,
+    fill_more,
+    follow,
+    more_of_pairs,
+    rounds,
+    store_rounded,
+)
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels read at a time
-SETS = 2  # blocks at a time
 
 
 class TriangleMultiplicationBackRowsSm90:
@@ -43,7 +52,7 @@ class TriangleMultiplicationBackRowsSm90:
         self.channels, self.hidden = variant["channels"], variant["hidden"]
         self.has_residual, self.has_stats = variant["residual"], variant["stats"]
         self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
-        self.stages, self.out_stages = config.stages, config.out_stages
+        self.stages, self.out_stages, self.sets = config.stages, config.out_stages, config.sets
         self.blocks = self.channels // self.tile_c
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
@@ -66,6 +75,7 @@ class TriangleMultiplicationBackRowsSm90:
         self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
         self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.blocks)
         self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.blocks)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, MORE), self.dtype, self.blocks)
         self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.out_stages * self.warpgroups)
 
     def _storage(self):
@@ -73,11 +83,12 @@ class TriangleMultiplicationBackRowsSm90:
         class Storage:
             bar_in: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
             bar_w: cute.struct.MemRange[Int64, 2]
-            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.channels], 128]
             z: smem_area(self.dtype, self.z_layout)
             x: smem_area(self.dtype, self.x_layout)
             p: smem_area(self.dtype, self.p_layout)
             g: smem_area(self.dtype, self.g_layout)
+            more_p: smem_area(self.dtype, self.more_layout)
+            more_g: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -107,7 +118,7 @@ class TriangleMultiplicationBackRowsSm90:
         tiles = blocks * crop * batch
         ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
         self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -119,10 +130,13 @@ class TriangleMultiplicationBackRowsSm90:
             for atom, _ in (*loads, stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sX, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
-        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))
-        fetch_terms(sTerms, mTerms, self.threads)
+        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
+        fill_more(sMoreP, mTerms, 0, self.threads)
+        fill_more(sMoreG, mTerms, 2, self.threads)
+        cute.arch.fence_view_async_shared()
 
         in_stages = self.stages * self.warpgroups
         in_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
@@ -142,7 +156,7 @@ class TriangleMultiplicationBackRowsSm90:
                 self.load_weights(pipe_w, loads, sP, sG)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.project(ring, pipe_w, (sZ, sX, sP, sG, sO, sTerms), stats, stores, mResidual, eps, sizes)
+            self.project(ring, pipe_w, (sZ, sX, sP, sG, sMoreP, sMoreG, sO), stats, stores, mResidual, eps, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -179,77 +193,79 @@ class TriangleMultiplicationBackRowsSm90:
     # ---- device: projection and gate ----------------------------------------------------------------------------
     @cute.jit
     def project(self, ring, pipe_w, smem, stats, stores, mResidual, eps: Float32, sizes):
-        sZ, sX, sP, sG, sO, sTerms = smem
+        sZ, sX, sP, sG, sMoreP, sMoreG, sO = smem
         mZStats, mXStats = stats
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         mma, (tma, gO) = self.mma, stores
-        tP, tG = (mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG))
+        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
         shape = mma.partition_shape_C((ROWS, self.tile_c))
-        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(SETS)]
-        layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.channels, self.hidden)]
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
+        layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.hidden, self.channels, MORE)]
         state = consumer_state(self.stages)
         pipe_w.consumer_wait(consumer_state(1))
         for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = decode(tile, crop, blocks)
             place, first = wg * self.stages + state.index, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
-            # ((mean and rstd of z, mean and rstd of x), this thread's 2 pairs)
-            of_pair = cute.make_rmem_tensor((4, 2), Float32)
+            # ((mean, rstd), this thread's 2 pairs)
+            of_z = cute.make_rmem_tensor((2, 2), Float32)
             for r in cutlass.range_constexpr(2):
                 two = read_statistics(mZStats, (batch, i, first + 8 * r), crop)
-                of_pair[0, r], of_pair[1, r] = two[0], two[1]
+                of_z[0, r], of_z[1, r] = two[0], two[1]
             wait_stage(ring, place, state.phase)
-            z = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
             x = read_operand(sX[None, None, place], self.mma_read, tidx, self.hidden, READ_COLUMNS, True)
+            z = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
             release_stage(ring, place)
             state.advance()
-            found = operand_statistics(x, eps, self.hidden)
-            for r in cutlass.range_constexpr(2):
-                of_pair[2, r], of_pair[3, r] = found[0, r], found[1, r]
-                if const_expr(self.has_stats):
+            of_x = operand_statistics(x, eps, self.hidden)
+            if const_expr(self.has_stats):
+                for r in cutlass.range_constexpr(2):
                     if (tidx % 4 == 0) & (first + 8 * r < crop):
-                        keep_statistics(mXStats, (batch, i, first + 8 * r), found[0, r], found[1, r])
-            operands = [cute.make_tensor(t.iterator, layout) for t, layout in ((z, layouts[0]), (x, layouts[1]))]
-            for c in cutlass.range(0, self.blocks, SETS, unroll=1):
-                for s in cutlass.range_constexpr(SETS):
-                    self.start(mma, accs[s], operands, tP, tG, c + s)
-                for s in cutlass.range_constexpr(SETS):
-                    warpgroup.wait_group(SETS - 1 - s)
-                    self.gate(accs[s][0], accs[s][1], of_pair, sTerms, c + s, tidx)
-                    if const_expr(self.has_residual):
-                        add_residual(accs[s][0], mResidual, (batch, i, first), (c + s) * self.tile_c, crop, tidx)
-                    target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c + s, i, batch))
-                    buffer = wg * self.out_stages + s % self.out_stages
-                    store_block(accs[s][0], sO, buffer, self.out_stages - 1, mma, tma, target, wg, tidx, False)
+                        keep_statistics(mXStats, (batch, i, first + 8 * r), of_x[0, r], of_x[1, r])
+            more = [more_of_pairs(of_pair, self.dtype, tidx) for of_pair in (of_x, of_z)]
+            frags = ((x, layouts[0]), (z, layouts[1]), (more[0], layouts[2]), (more[1], layouts[2]))
+            operands = [cute.make_tensor(t.iterator, layout) for t, layout in frags]
+            for c in cutlass.range_constexpr(self.sets - 1):
+                self.start(mma, accs[c], operands, weights, c)
+            for c in cutlass.range_constexpr(self.blocks):
+                ahead = c + self.sets - 1
+                if const_expr(ahead < self.blocks):
+                    self.start(mma, accs[ahead % self.sets], operands, weights, ahead)
+                warpgroup.wait_group(min(self.sets, self.blocks - c) - 1)
+                acc, acc_g = accs[c % self.sets]
+                self.gate(acc, acc_g, of_x, of_z)
+                if const_expr(self.has_residual):
+                    add_residual(acc, mResidual, (batch, i, first), Int32(c * self.tile_c), crop, tidx)
+                rounded = cute.make_rmem_tensor(shape, self.dtype)
+                rounded.store(acc.load().to(self.dtype))
+                target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c, i, batch))
+                buffer = wg * self.out_stages + c % self.out_stages
+                store_rounded(rounded, sO, buffer, self.out_stages, mma, tma, target, wg, tidx, False)
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def start(self, mma, accs, operands, tP, tG, c):
+    def start(self, mma, accs, operands, weights, c: cutlass.Constexpr):
         """Issue the products of block c of the weights' rows."""
-        z, x = operands
         warpgroup.fence()
-        for step in cutlass.range_constexpr(self.hidden // 16):
-            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-            cute.gemm(mma, accs[0], x[None, None, step], tP[None, None, step, c], accs[0])
-        for step in cutlass.range_constexpr(self.channels // 16):
-            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-            cute.gemm(mma, accs[1], z[None, None, step], tG[None, None, step, c], accs[1])
+        for t, width in ((0, self.hidden), (1, self.channels)):
+            mma.set(warpgroup.Field.ACCUMULATE, False)
+            cute.gemm(mma, accs[t], operands[2 + t][None, None, 0], weights[2 + t][None, None, 0, c], accs[t])
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            for step in cutlass.range_constexpr(width // 16):
+                cute.gemm(mma, accs[t], operands[t][None, None, step], weights[t][None, None, step, c], accs[t])
         warpgroup.commit_group()
 
     @cute.jit
-    def gate(self, acc_x, acc_g, of_pair, sTerms: cute.Tensor, c: Int32, tidx: Int32):
+    def gate(self, acc_x, acc_g, of_x, of_z):
         """acc_x becomes value times sigmoid of gate."""
         x, g = rows_view(acc_x), rows_view(acc_g)
         for n in cutlass.range_constexpr(self.tile_c // 4):
-            terms = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(sTerms[None, c * self.tile_c + 8 * (n // 2) + 2 * (tidx % 4) + n % 2], terms)
             for r in cutlass.range_constexpr(2):
-                value = (x[r, n] - of_pair[2, r] * terms[0]) * of_pair[3, r] + terms[1]
-                gate = (g[r, n] - of_pair[0, r] * terms[2]) * (of_pair[1, r] * -LOG2_E) + terms[3]
-                x[r, n] = value * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate, fastmath=True))
+                odds = cute.math.exp2(g[r, n] * (of_z[1, r] * -LOG2_E), fastmath=True)
+                x[r, n] = x[r, n] * of_x[1, r] * cute.arch.rcp_approx(1.0 + odds)
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -41,7 +41,7 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms, follow
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 STATS_COLUMNS = 32  # channels of x whose statistics are taken at a time
@@ -121,6 +121,7 @@ class TriangleMultiplicationBackSm90:
         tasks = cute.ceil_div(tiles, self.warpgroups)
         self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -132,6 +133,7 @@ class TriangleMultiplicationBackSm90:
             for atom, _ in (*loads, stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sX = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout)
         sW, sO = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.o, self.o_layout)
         sTerms = sm.terms.get_tensor(cute.make_layout((4, self.channels)))

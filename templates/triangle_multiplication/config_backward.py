@@ -88,21 +88,22 @@ class _Weights(_Backward):
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: WeightsConfig) -> int:
-        """Sums of both weights, value and gate of a step's tiles, and 40 for the rest."""
-        return (self.values(shape) + shape.channels) // self.parts(shape) // 2 + config.tiles * config.tile_n + 40
+        """Sums of both weights, value and gate of a step's tiles, and 48 for the rest."""
+        return (self.values(shape) + shape.channels) // self.parts(shape) // 2 + config.tiles * config.tile_n + 48
 
     def shared_bytes(self, shape: Any, config: WeightsConfig) -> int:
         values = self.values(shape)
-        weights = 128 * config.consumer_warpgroups * (values + shape.channels)
-        tile = 2 * config.tile_n * (shape.channels + (values if self.direction == "back_weights" else 0)) + 16 * config.tile_n
+        weights = 128 * config.consumer_warpgroups * (values + shape.channels + 32)
+        norms = 2 if self.direction == "back_weights" else 1
+        tile = 2 * config.tile_n * (shape.channels + (values if norms == 2 else 0)) + (8 + 32 * norms) * config.tile_n
         return 5 * 1024 + weights + config.tiles * config.stages * (tile + 128 * config.tile_n * config.consumer_warpgroups)
 
     def space(self, shape: Any) -> list[WeightsConfig]:
         found = []
-        for warpgroups in (1, 2):
-            if warpgroups > 1 and self.rows(shape) <= 64:
+        for warpgroups in (2, 1):
+            if warpgroups > 1 and self.rows(shape) <= 64 or warpgroups == 1 and found:  # one takes 1.6 times as long
                 continue
-            for tile_n, tiles in ((32, 1), (48, 1), (64, 1), (16, 2), (32, 2)):
+            for tile_n, tiles in ((64, 1), (48, 1), (32, 1), (32, 2)):
                 if tile_n * tiles > 32 and (tile_n - 16) * tiles >= shape.crop:
                     continue
                 fitting = (WeightsConfig(tile_n, tiles, warpgroups, stages) for stages in (6, 4, 3, 2))
@@ -161,6 +162,8 @@ class FrontBackwardConfig:
     """Tiles of z in shared memory, for each warpgroup."""
     operand_registers: int = 0
     """Whether (1) z is in registers as the operand of its products, which then read less shared memory."""
+    sets: int = 1
+    """Steps whose projections are under way or being differentiated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
 
@@ -178,21 +181,33 @@ class TriangleMultiplicationFrontBackward(_Backward):
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_h": (32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9),
-            "weight_stages": range(1, 33), "pair_stages": (1, 2), "operand_registers": (0, 1), "ctas_per_sm": (1,),
+            "weight_stages": range(1, 33), "pair_stages": (1, 2), "operand_registers": (0, 1),
+            "sets": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: FrontBackwardConfig) -> int:
-        """The row of gradients, value and gate with their operands, perhaps z (C/4), and 40 for the rest."""
-        return shape.channels // 2 + config.tile_h + config.operand_registers * shape.channels // 4 + 40
+        """The row of gradients, values and gates, two steps of both as operands, perhaps z (C/4), and 40 for the rest."""
+        steps = config.sets * config.tile_h + config.tile_h
+        return shape.channels // 2 + steps + config.operand_registers * shape.channels // 4 + 40
 
     def shared_bytes(self, shape: Any, config: FrontBackwardConfig) -> int:
         pairs = config.pair_stages * config.consumer_warpgroups * 256 * shape.channels
         weights = config.weight_stages * config.tile_h * 4 * shape.channels
-        return 3072 + 32 * shape.hidden + pairs + weights + config.stages * config.tile_h * 128 * config.consumer_warpgroups
+        return 2560 + 128 * shape.hidden + pairs + weights + config.stages * config.tile_h * 128 * config.consumer_warpgroups
+
+    def indivisible(self, shape: Any, config: FrontBackwardConfig) -> str | None:
+        if 2 * shape.hidden % config.tile_h:
+            return f"tile_h={config.tile_h} does not divide the {2 * shape.hidden} rows of the weights"
+        if config.weight_stages < min(2 * config.sets, 2 * shape.hidden // config.tile_h):
+            # A step's weights come back when its successor's (of two sets, the one's after that) products are done.
+            return f"{config.sets} sets of accumulators hold more than weight_stages={config.weight_stages} steps of weights"
+        return None
 
     def space(self, shape: Any) -> list[FrontBackwardConfig]:
         found = []
-        for warpgroups in (1, 2):
+        for warpgroups in (2, 1):
+            if warpgroups == 1 and found:  # 1.3 to 1.7 times as long
+                break
             for tile_h in (32, 64):
                 steps = 2 * shape.hidden // tile_h
                 for pair_stages in (1, 2):
@@ -202,18 +217,20 @@ class TriangleMultiplicationFrontBackward(_Backward):
                         legal = [config for config in fitting if self.check(shape, config) is None]
                         if legal and legal[0] not in found:
                             found.append(legal[0])
-                            again = replace(legal[0], operand_registers=1)
-                            found += [again] if self.check(shape, again) is None else []
+                            for registers, sets in ((1, 1), (1, 2)):
+                                again = replace(legal[0], operand_registers=registers, sets=sets)
+                                found += [again] if self.check(shape, again) is None else []
                             if weights != steps:
                                 break
         return found
 
     def default(self, shape: Any) -> FrontBackwardConfig:
-        """Two warpgroups, all weights on the SM where they fit, else two sets of tiles, the largest steps; always legal."""
+        """Two warpgroups, all weights on the SM where they fit, z in registers, two steps under way; always legal."""
 
         def rank(c: FrontBackwardConfig) -> tuple:
             resident = c.weight_stages * c.tile_h >= 2 * shape.hidden
-            return c.consumer_warpgroups, resident, -c.operand_registers, c.pair_stages, c.tile_h, c.weight_stages, c.stages
+            sources = c.operand_registers, c.sets
+            return c.consumer_warpgroups, resident, *sources, c.pair_stages, c.tile_h, c.weight_stages, c.stages
 
         return max(self.space(shape), key=rank)
 
@@ -268,10 +285,10 @@ class TriangleMultiplicationBackBackward(_Backward):
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: BackBackwardConfig) -> int:
-        """The rows of gradients, value and gate with their operands, and 40 for the rest."""
+        """The rows of gradients, value and gate with their operands, and 48 for the rest."""
         together = self.passes(shape.channels, shape.hidden) == 1
         columns = shape.channels + shape.hidden if together else max(shape.channels, shape.hidden)
-        return columns // 2 + config.tile_c + 40
+        return columns // 2 + config.tile_c + 48
 
     def shared_bytes(self, shape: Any, config: BackBackwardConfig) -> int:
         width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
@@ -279,12 +296,14 @@ class TriangleMultiplicationBackBackward(_Backward):
         waiting = warpgroups * 128 * shape.hidden if self.passes(shape.channels, shape.hidden) > 1 else 0
         weights = config.weight_stages * config.tile_c * 2 * width
         steps = config.stages * config.tile_c * 128 * warpgroups
-        return 4096 + 16 * shape.channels + pairs + waiting + weights + steps
+        return 3072 + 64 * shape.channels + pairs + waiting + weights + steps
 
     def space(self, shape: Any) -> list[BackBackwardConfig]:
         found = []
-        for warpgroups in (1, 2):
-            for tile_c in (16, 32, 64):
+        for warpgroups in (2, 1):
+            if warpgroups == 1 and found:  # 1.3 to 1.9 times as long
+                break
+            for tile_c in (32, 64, 16):
                 if shape.channels % tile_c:
                     continue
                 steps = shape.channels // tile_c

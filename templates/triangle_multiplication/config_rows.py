@@ -31,14 +31,21 @@ class FrontRowsConfig:
 
     tile_h: int = 32
     """Rows of the weights of one block."""
-    consumer_warpgroups: int = 3
+    consumer_warpgroups: int = 4
     """Warpgroups that multiply and gate; each has tiles of 64 pairs of its own."""
     z_stages: int = 1
     """Tiles of z in shared memory, for each warpgroup; the one that is multiplied is in registers."""
     out_stages: int = 2
     """Blocks of results on their way out, for each warpgroup."""
+    sets: int = 1
+    """Blocks whose products are under way or being gated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
+
+    @property
+    def piece(self) -> int:
+        """Rows of results stored at a time."""
+        return min(self.tile_h, 32 if self.consumer_warpgroups < 4 else 16)
 
 
 class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
@@ -48,23 +55,25 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
     Config = FrontRowsConfig
 
     def registers_needed(self, shape: Any, config: FrontRowsConfig) -> int:
-        """z as an operand (C/4), values and gates of two blocks (tile_h/2 each), and 48 for the rest."""
-        return shape.channels // 4 + 2 * config.tile_h + 48
+        """z as an operand (C/4), values and gates of the blocks under way (tile_h/2 each), and 48 for the rest."""
+        return shape.channels // 4 + config.sets * config.tile_h + 48
 
     def shared_bytes(self, shape: Any, config: FrontRowsConfig) -> int:
         weights, warpgroups = 8 * shape.hidden * shape.channels, config.consumer_warpgroups
-        tiles = warpgroups * (config.z_stages * 128 * shape.channels + config.out_stages * 128 * config.tile_h)
-        return 2048 + weights + tiles + 32 * shape.hidden
+        tiles = warpgroups * (config.z_stages * 128 * shape.channels + config.out_stages * 128 * config.piece)
+        return 2048 + weights + tiles + 128 * shape.hidden
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
-            "tile_h": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "z_stages": (1, 2), "out_stages": (1, 2),
-            "ctas_per_sm": (1,),
+            "tile_h": (16, 32, 64), "consumer_warpgroups": (1, 2, 3, 4), "z_stages": (1, 2), "out_stages": (2, 4),
+            "sets": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: FrontRowsConfig) -> str | None:
-        if 2 * shape.hidden % (2 * config.tile_h):
-            return f"two blocks of tile_h={config.tile_h} do not divide the {2 * shape.hidden} rows of the weights"
+        if 2 * shape.hidden % config.tile_h:
+            return f"tile_h={config.tile_h} does not divide the weights' {2 * shape.hidden} rows"
+        if 2 * shape.hidden // config.piece % config.out_stages:  # buffers take turns across tiles
+            return f"the weights' {2 * shape.hidden} rows are no multiple of {config.out_stages} buffers"
         return None
 
     def space(self, shape: Any) -> list[FrontRowsConfig]:
@@ -72,18 +81,18 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
             return []
         return [
             config
-            for warpgroups in (1, 2, 3)
-            for tile_h in (16, 32, 64)
+            for warpgroups in (2, 3, 4)
+            for tile_h in (32, 64)
             for z in (2, 1)
-            for out in (2, 1)
-            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, out)) is None
+            for sets in (2, 1)
+            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, 2, sets)) is None
         ]
 
     def default(self, shape: Any) -> FrontRowsConfig:
-        """Blocks of 32 rows, as many warpgroups as fit; always legal."""
+        """As many warpgroups as fit, which was fastest on an H200, with the largest blocks, one under way; always legal."""
 
         def rank(c: FrontRowsConfig) -> tuple:
-            return -abs(c.tile_h - 32), c.consumer_warpgroups, c.out_stages, c.z_stages
+            return c.consumer_warpgroups, -c.sets, c.tile_h, c.z_stages, c.out_stages
 
         return max(self.space(shape), key=rank)
 
@@ -99,12 +108,14 @@ class BackRowsConfig:
 
     tile_c: int = 32
     """Channels of one block of results."""
-    consumer_warpgroups: int = 2
+    consumer_warpgroups: int = 3
     """Warpgroups that multiply and gate; each has tiles of 64 pairs of its own."""
-    stages: int = 2
+    stages: int = 1
     """Tiles of z and x in shared memory, for each warpgroup; those that are multiplied are in registers."""
     out_stages: int = 2
     """Blocks of results on their way out, for each warpgroup."""
+    sets: int = 1
+    """Blocks whose products are under way or being gated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
 
@@ -116,39 +127,39 @@ class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
     Config = BackRowsConfig
 
     def registers_needed(self, shape: Any, config: BackRowsConfig) -> int:
-        """z and x as operands (C/4 and D/4), values and gates of two blocks (tile_c/2 each), and 48 for the rest."""
-        return (shape.channels + shape.hidden) // 4 + 2 * config.tile_c + 48
+        """z and x as operands (C/4 and D/4), values and gates of the blocks under way (tile_c/2 each), and 48 for the rest."""
+        return (shape.channels + shape.hidden) // 4 + config.sets * config.tile_c + 48
 
     def shared_bytes(self, shape: Any, config: BackRowsConfig) -> int:
         width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
         tiles = warpgroups * (config.stages * 128 * width + config.out_stages * 128 * config.tile_c)
-        return 3072 + 2 * shape.channels * width + tiles + 16 * shape.channels
+        return 3072 + 2 * shape.channels * width + tiles + 64 * shape.channels
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
-            "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2), "out_stages": (1, 2), "ctas_per_sm": (1,),
+            "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2), "out_stages": (2, 4), "sets": (1, 2),
+            "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: BackRowsConfig) -> str | None:
-        if shape.channels % (2 * config.tile_c):
-            return f"two blocks of tile_c={config.tile_c} do not divide the {shape.channels} channels"
+        if shape.channels % (config.out_stages * config.tile_c):  # buffers take turns across tiles
+            return f"{config.out_stages} blocks of tile_c={config.tile_c} do not divide the {shape.channels} channels"
         return None
 
     def space(self, shape: Any) -> list[BackRowsConfig]:
         return [
             config
-            for warpgroups in (1, 2, 3)
-            for tile_c in (16, 32, 64)
+            for warpgroups, tile_c in ((2, 32), (2, 64), (3, 32), (3, 64))
             for stages in (2, 1)
-            for out in (2, 1)
-            if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, out)) is None
+            for sets in (2, 1)
+            if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, 2, sets)) is None
         ]
 
     def default(self, shape: Any) -> BackRowsConfig:
-        """Blocks of 32 channels, two warpgroups, as many stages as fit; always legal."""
+        """As many warpgroups as fit, which was fastest on an H200, with the largest blocks, one under way; always legal."""
 
         def rank(c: BackRowsConfig) -> tuple:
-            return -abs(c.tile_c - 32), -abs(c.consumer_warpgroups - 2), c.stages, c.out_stages
+            return c.consumer_warpgroups, -c.sets, c.tile_c, -c.stages
 
         return max(self.space(shape), key=rank)
 

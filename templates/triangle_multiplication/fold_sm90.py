@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from tpf_jit.templates.common.fragments import DTYPES
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow
 
 WARPS = 8  # of one CTA
 VECTOR = 4  # columns of one access
@@ -49,11 +50,12 @@ class TriangleMultiplicationFoldSm90:
             (mPOut, fPOut, norm_out, mPOutBias, mOut, 0), (mGOut, fGOut, norm_in, mGOutBias, mOut, 2),
         )
         rows = 4 * self.hidden + 2 * self.channels
-        self.kernel(parts).launch(grid=(-(-rows // WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+        self.kernel(parts).launch(grid=(-(-rows // WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, parts):
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        follow()
         first = 0
         for part in parts:
             count = part[0].shape[0]

@@ -11,9 +11,11 @@ Layouts:
     p_weight, g_weight      (2 D, C)                bfloat16, folded with the LayerNorm's weight
     terms                   (2 D, 4)                float32: row sum and bias of p_weight, of g_weight
 
-A tile is 64 pairs (i, k) of one i. z is multiplied as it lies and normalised in the results (see weights_sm90.py); both products
-of a step of tile_h rows of the weights read the same weights in shared memory, once along C and once across. Weights stay on the
-SM where they fit, else they come from L2 for every tile. The result goes out where dzn came in.
+A tile is 64 pairs (i, k) of one i. z is multiplied as it lies; mean and bias enter the products as 16 columns more (see
+`pieces_sm90.MORE`), rstd after them. Both products of a step of tile_h rows of the weights read the same weights in shared
+memory, once along C and once across. Weights stay on the SM where they fit, else they come from L2 for every tile. The result
+goes out where dzn came in. With two sets of accumulators, the projections of a step run while the gates before it are
+differentiated.
 
 Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights. Each
 consumer warpgroup has tiles of its own, and where the weights stay none waits for another.
@@ -43,10 +45,11 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, rounds
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, more_of_pairs, rounds
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
+UNROLLED = 8  # steps, at most
 
 
 class TriangleMultiplicationFrontBackwardSm90:
@@ -59,6 +62,8 @@ class TriangleMultiplicationFrontBackwardSm90:
         self.stages, self.pair_stages, self.w_stages = config.stages, config.pair_stages, config.weight_stages
         self.resident = self.w_stages >= self.rows // self.tile_h
         self.in_registers = config.operand_registers == 1  # z, as the operand of its products
+        self.sets, self.steps = config.sets, self.rows // self.tile_h
+        self.unrolled = max(n for n in range(1, UNROLLED + 1) if self.steps % n == 0)
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -76,12 +81,14 @@ class TriangleMultiplicationFrontBackwardSm90:
 
         sources = warpgroup.OperandSource
         self.project = mma(OperandMajorMode.K, h, sources.RMEM if self.in_registers else sources.SMEM)
+        self.project_more = mma(OperandMajorMode.K, h, sources.RMEM)
         self.read = mma(OperandMajorMode.K, READ_COLUMNS, sources.SMEM)  # only its fragment is used
         self.spread = mma(OperandMajorMode.MN, c, sources.RMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
         self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
         self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.w_stages)
         self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, h), self.dtype, self.w_stages)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, MORE), self.dtype, self.steps)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.stages * self.warpgroups)
 
     def _storage(self):
@@ -90,11 +97,12 @@ class TriangleMultiplicationFrontBackwardSm90:
             bar_in: cute.struct.MemRange[Int64, 2 * self.pair_stages * self.warpgroups]
             bar_d: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
             bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
-            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.rows], 128]
             z: smem_area(self.dtype, self.z_layout)
             t: smem_area(self.dtype, self.t_layout)
             p: smem_area(self.dtype, self.w_layout)
             g: smem_area(self.dtype, self.w_layout)
+            more_p: smem_area(self.dtype, self.more_layout)
+            more_g: smem_area(self.dtype, self.more_layout)
             d: smem_area(self.dtype, self.d_layout)
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -125,7 +133,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         tiles = blocks * crop * batch
         ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
         self.kernel(loads, stores, (mStats, mMask), mTerms, (crop, blocks, tiles)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -137,11 +145,14 @@ class TriangleMultiplicationFrontBackwardSm90:
             for atom, _ in (*loads, stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sT, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.t, self.t_layout), smem_tensor(sm.d, self.d_layout)
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
         sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
-        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
-        fetch_terms(sTerms, mTerms, self.threads)
+        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
+        fill_more(sMoreP, mTerms, 0, self.threads)
+        fill_more(sMoreG, mTerms, 2, self.threads)
+        cute.arch.fence_view_async_shared()
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
@@ -162,7 +173,7 @@ class TriangleMultiplicationFrontBackwardSm90:
                 self.load_weights(pipe_w, loads, (sP, sG), sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sP, sG, sPt, sGt, sD, sTerms), per_pair, stores, sizes)
+            self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sP, sG, sPt, sGt, sMoreP, sMoreG, sD), per_pair, stores, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -216,72 +227,88 @@ class TriangleMultiplicationFrontBackwardSm90:
     @cute.jit
     def differentiate(self, pipes, smem, per_pair, stores, sizes):
         ring, d_ring, pipe_w = pipes
-        sZ, sT, sP, sG, sPt, sGt, sD, sTerms = smem
+        sZ, sT, sP, sG, sPt, sGt, sMoreP, sMoreG, sD = smem
         mStats, mMask = per_pair
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         project, spread, (tma, gDz) = self.project, self.spread, stores
-        part = project.get_slice(0)
         tZ = None
         if const_expr(not self.in_registers):
-            tZ = project.make_fragment_A(part.partition_A(sZ))
-        whole = cute.make_layout(spread.partition_shape_A((ROWS, self.channels)))
-        tP, tG = (project.make_fragment_B(part.partition_B(t)) for t in (sP, sG))
-        tPt, tGt = (spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt))
+            tZ = project.make_fragment_A(project.get_slice(0).partition_A(sZ))
+        layouts = [cute.make_layout(spread.partition_shape_A((ROWS, width))) for width in (self.channels, MORE)]
+        weights = [project.make_fragment_B(project.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
+        across = [spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt)]
         shape, row = project.partition_shape_C((ROWS, self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
-        acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
         acc_t = cute.make_rmem_tensor(row, Float32)
         operand = spread.partition_shape_A((ROWS, self.tile_h))
-        state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
+        a = [[cute.make_rmem_tensor(operand, self.dtype) for _ in range(2)] for _ in range(2)]
+        state, d_state, w_state, done = (
+            consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages, self.w_stages)
+        )
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
-            # Of this thread's two pairs: mean, rstd, factor.
-            of_pair = cute.make_rmem_tensor((2, 3), Float32)
+            # (mean, rstd, factor) of this thread's two pairs.
+            of_pair = cute.make_rmem_tensor((3, 2), Float32)
             for r in cutlass.range_constexpr(2):
                 k = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
                 stats = read_statistics(mStats, (batch, i, k), crop)
-                of_pair[r, 0], of_pair[r, 1], of_pair[r, 2] = stats[0], stats[1], Float32(0.0)
+                of_pair[0, r], of_pair[1, r], of_pair[2, r] = stats[0], stats[1], Float32(0.0)
                 if k < crop:
-                    of_pair[r, 2] = Float32(1.0)
+                    of_pair[2, r] = Float32(1.0)
                     if const_expr(self.has_mask):
-                        of_pair[r, 2] = mMask[batch, i, k]
+                        of_pair[2, r] = mMask[batch, i, k]
             acc_t.fill(0.0)
             if const_expr(self.resident):
                 w_state = consumer_state(self.w_stages)
+            frag = more_of_pairs(of_pair, self.dtype, tidx)
+            more = cute.make_tensor(frag.iterator, layouts[1])
             wait_stage(ring, place, state.phase)
             z = None
             if const_expr(self.in_registers):
                 frag = read_operand(sZ[None, None, place], self.read, tidx, self.channels, READ_COLUMNS, False)
-                z = cute.make_tensor(frag.iterator, whole)
-            for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
-                pipe_w.consumer_wait(w_state)
-                stage = w_state.index
-                warpgroup.fence()
-                for step in cutlass.range_constexpr(self.channels // 16):
-                    project.set(warpgroup.Field.ACCUMULATE, step > 0)
-                    a = z[None, None, step] if const_expr(self.in_registers) else tZ[None, None, step, place]
-                    cute.gemm(project, acc_p, a, tP[None, None, step, stage], acc_p)
-                    cute.gemm(project, acc_g, a, tG[None, None, step, stage], acc_g)
-                warpgroup.commit_group()
-                d_place = wg * self.stages + d_state.index
-                wait_stage(d_ring, d_place, d_state.phase)
-                d = read_tile(transposed_view(sD[None, None, d_place]), project, tidx, shape, True)
-                release_stage(d_ring, d_place)
-                d_state.advance()
-                warpgroup.wait_group(0)
-                self.gates(acc_p, acc_g, d, of_pair, sTerms, rows, tidx)
-                a_p, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
-                a_p.store(cute.make_tensor(acc_p.iterator, a_p.layout).load().to(self.dtype))
-                a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
-                start_product(spread, acc_t, a_p, tPt[None, None, None, stage], True)
-                start_product(spread, acc_t, a_g, tGt[None, None, None, stage], True)
+                z = cute.make_tensor(frag.iterator, layouts[0])
+            else:
+                z = tZ[None, None, None, place]
+            for run in cutlass.range(self.steps // self.unrolled, unroll=1):
+                places = []  # of the steps' weights
+                if const_expr(self.sets == 2):
+                    places.append(w_state.index)
+                    self.start(pipe_w, w_state, accs[0], (z, more), weights, run * self.unrolled)
+                    w_state.advance()
+                for b in cutlass.range_constexpr(self.unrolled):
+                    acc_p, acc_g = accs[b % self.sets]
+                    a_p, a_g = a[b % 2]
+                    last = b + 1 == self.unrolled
+                    if const_expr(self.sets == 1 or not last):
+                        ahead = b + self.sets - 1
+                        places.append(w_state.index)
+                        self.start(pipe_w, w_state, accs[ahead % self.sets], (z, more), weights, run * self.unrolled + ahead)
+                        w_state.advance()
+                    d_place = wg * self.stages + d_state.index
+                    wait_stage(d_ring, d_place, d_state.phase)
+                    d = read_tile(transposed_view(sD[None, None, d_place]), project, tidx, shape, True)
+                    release_stage(d_ring, d_place)
+                    d_state.advance()
+                    # What may be under way: the sums of the step before, and the products of the next.
+                    sums = 2 if b > 0 else 0
+                    warpgroup.wait_group(0 if self.sets == 1 else sums + (0 if last else 1))
+                    if const_expr(b >= self.sets and not self.resident):
+                        pipe_w.consumer_release(done)
+                        done.advance()
+                    self.gates(acc_p, acc_g, d, of_pair)
+                    a_p.store(cute.make_tensor(acc_p.iterator, a_p.layout).load().to(self.dtype))
+                    a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
+                    start_product(spread, acc_t, a_p, across[0][None, None, None, places[b]], True)
+                    start_product(spread, acc_t, a_g, across[1][None, None, None, places[b]], True)
                 warpgroup.wait_group(0)
                 if const_expr(not self.resident):
-                    pipe_w.consumer_release(w_state)
-                w_state.advance()
+                    for _ in cutlass.range_constexpr(min(self.sets, self.unrolled)):
+                        pipe_w.consumer_release(done)
+                        done.advance()
             self.finish(acc_t, sZ[None, None, place], sT[None, None, place], of_pair, tidx)
             target = cute.local_tile(gDz, (ROWS, self.channels), (block, 0, i, batch))
             store_in_place(tidx, wg, sT, place, tma, target, tile < tiles)
@@ -289,26 +316,38 @@ class TriangleMultiplicationFrontBackwardSm90:
             state.advance()
 
     @cute.jit
-    def gates(self, acc_p, acc_g, d, of_pair, sTerms: cute.Tensor, rows: Int32, tidx: Int32):
+    def start(self, pipe_w, w_state, accs, operands, weights, step):
+        """Issue the projections of a step, once its weights are there."""
+        z, more = operands
+        project, project_more, stage = self.project, self.project_more, w_state.index
+        pipe_w.consumer_wait(w_state)
+        warpgroup.fence()
+        project_more.set(warpgroup.Field.ACCUMULATE, False)
+        for t in cutlass.range_constexpr(2):
+            cute.gemm(project_more, accs[t], more[None, None, 0], weights[2 + t][None, None, 0, step], accs[t])
+        project.set(warpgroup.Field.ACCUMULATE, True)
+        for k in cutlass.range_constexpr(self.channels // 16):
+            for t in cutlass.range_constexpr(2):
+                cute.gemm(project, accs[t], z[None, None, k], weights[t][None, None, k, stage], accs[t])
+        warpgroup.commit_group()
+
+    @cute.jit
+    def gates(self, acc_p, acc_g, d, of_pair):
         """acc_p, acc_g become the gradients of value and gate."""
         p, g = rows_view(acc_p), rows_view(acc_g)
         for j in cutlass.range_constexpr(self.tile_h // 8):
-            incoming = [two_columns(d, r, j) for r in range(2)]
-            for c in cutlass.range_constexpr(2):
-                terms = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(sTerms[None, rows * self.tile_h + 8 * j + 2 * (tidx % 4) + c], terms)
-                for r in cutlass.range_constexpr(2):
-                    n, mean, rstd = 2 * j + c, of_pair[r, 0], of_pair[r, 1]
-                    value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
-                    odds = cute.math.exp2((g[r, n] - mean * terms[2]) * (rstd * -LOG2_E) + terms[3], fastmath=True)
-                    s = cute.arch.rcp_approx(1.0 + odds)
-                    p[r, n] = incoming[r][c] * s
+            for r in cutlass.range_constexpr(2):
+                incoming, rstd, factor = two_columns(d, r, j), of_pair[1, r], of_pair[2, r]
+                for c in cutlass.range_constexpr(2):
+                    n = 2 * j + c
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (rstd * -LOG2_E), fastmath=True))
+                    d_value = incoming[c] * s
                     if const_expr(self.has_mask):
                         # A select, not a product: what the gradient of a masked pair holds must not matter. What that of an
                         # absent one holds stays in its own row, which is not stored.
-                        p[r, n] = Float32(0.0) if of_pair[r, 2] == 0.0 else p[r, n] * of_pair[r, 2]
-                    both = p[r, n] * value
-                    g[r, n] = both - both * s
+                        d_value = Float32(0.0) if factor == 0.0 else d_value * factor
+                    d_gate = d_value * (p[r, n] * rstd)
+                    p[r, n], g[r, n] = d_value, d_gate - d_gate * s
 
     @cute.jit
     def finish(self, acc_t, z_tile: cute.Tensor, t_tile: cute.Tensor, of_pair, tidx: Int32):
@@ -326,7 +365,7 @@ class TriangleMultiplicationFrontBackwardSm90:
             for j in cutlass.range_constexpr(self.channels // 8):
                 two = two_columns(z, r, j)
                 row[2 * j], row[2 * j + 1] = two[0], two[1]
-            norm_gradient(t[r, None], row, of_pair[r, 0], of_pair[r, 1], self.channels)
+            norm_gradient(t[r, None], row, of_pair[0, r], of_pair[1, r], self.channels)
         write_tile(acc_t, t_tile, self.spread, tidx, False)
 
 

@@ -8,7 +8,7 @@ shared memory.
 
 Of two blocks of tile_h rows of the weights, the products of the second run while the gates of the first are computed.
 
-Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights, once.
+Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and the first the weights, once.
 """
 
 import cuda.bindings.driver as cuda
@@ -34,11 +34,19 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, rounds, store_block
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    decode,
+    fill_more,
+    follow,
+    more_of_pairs,
+    rounds,
+    store_rounded,
+)
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
-SETS = 2  # blocks at a time
 
 
 class TriangleMultiplicationFrontRowsSm90:
@@ -48,8 +56,8 @@ class TriangleMultiplicationFrontRowsSm90:
         self.dtype = DTYPES[variant["dtype"]]
         self.channels, self.rows, self.has_mask = variant["channels"], 2 * variant["hidden"], variant["mask"]
         self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
-        self.z_stages, self.out_stages = config.z_stages, config.out_stages
-        self.blocks = self.rows // self.tile_h
+        self.z_stages, self.out_stages, self.sets = config.z_stages, config.out_stages, config.sets
+        self.blocks, self.piece = self.rows // self.tile_h, config.piece
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -66,19 +74,22 @@ class TriangleMultiplicationFrontRowsSm90:
 
         self.mma = mma(h, warpgroup.OperandSource.RMEM)
         self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
+        self.mma_stored = mma(self.piece, warpgroup.OperandSource.SMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
         self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.channels), self.dtype, self.blocks)
-        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.out_stages * self.warpgroups)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, MORE), self.dtype, self.blocks)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (self.piece, ROWS), self.out_stages * self.warpgroups)
 
     def _storage(self):
         @cute.struct
         class Storage:
             bar_z: cute.struct.MemRange[Int64, 2 * self.z_stages * self.warpgroups]
             bar_w: cute.struct.MemRange[Int64, 2]
-            terms: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.rows], 128]
             z: smem_area(self.dtype, self.z_layout)
             p: smem_area(self.dtype, self.w_layout)
             g: smem_area(self.dtype, self.w_layout)
+            more_p: smem_area(self.dtype, self.more_layout)
+            more_g: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -102,13 +113,13 @@ class TriangleMultiplicationFrontRowsSm90:
             atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
             atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
         )
-        stores = atom(store, factors, one_stage(self.o_layout), (self.tile_h, ROWS))
+        stores = atom(store, factors, one_stage(self.o_layout), (self.piece, ROWS))
         batch, crop = mZ.shape[0], mZ.shape[1]
         blocks = cute.ceil_div(crop, ROWS)
         tiles = blocks * crop * batch
         ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
         self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -120,10 +131,13 @@ class TriangleMultiplicationFrontRowsSm90:
             for atom, _ in (*loads, stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
-        sTerms = sm.terms.get_tensor(cute.make_layout((4, self.rows)))
-        fetch_terms(sTerms, mTerms, self.threads)
+        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
+        fill_more(sMoreP, mTerms, 0, self.threads)
+        fill_more(sMoreG, mTerms, 2, self.threads)
+        cute.arch.fence_view_async_shared()
 
         z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
         ring = ring_of(sm.bar_z.data_ptr(), z_stages)
@@ -136,13 +150,13 @@ class TriangleMultiplicationFrontRowsSm90:
         cute.arch.barrier()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load_weights(pipe_w, loads, sP, sG)
             if warp_idx < self.warpgroups:
                 self.load(ring, loads[0], sZ, sizes, warp_idx, z_bytes)
-            elif warp_idx == self.warpgroups:
-                self.load_weights(pipe_w, loads, sP, sG)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.project(ring, pipe_w, (sZ, sP, sG, sO, sTerms), per_pair, stores, eps, sizes)
+            self.project(ring, pipe_w, (sZ, sP, sG, sMoreP, sMoreG, sO), per_pair, stores, eps, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -176,16 +190,16 @@ class TriangleMultiplicationFrontRowsSm90:
     # ---- device: projections and gates --------------------------------------------------------------------------
     @cute.jit
     def project(self, ring, pipe_w, smem, per_pair, stores, eps: Float32, sizes):
-        sZ, sP, sG, sO, sTerms = smem
+        sZ, sP, sG, sMoreP, sMoreG, sO = smem
         mMask, mStats = per_pair
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         mma = self.mma
-        tP, tG = (mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG))
+        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
         shape = mma.partition_shape_C((ROWS, self.tile_h))
-        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(SETS)]
-        operand = cute.make_layout(mma.partition_shape_A((ROWS, self.channels)))
+        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
+        operand, more_shape = (cute.make_layout(mma.partition_shape_A((ROWS, k))) for k in (self.channels, MORE))
         state = consumer_state(self.z_stages)
         pipe_w.consumer_wait(consumer_state(1))
         for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
@@ -196,25 +210,32 @@ class TriangleMultiplicationFrontRowsSm90:
             frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
             release_stage(ring, place)
             state.advance()
-            z = cute.make_tensor(frag.iterator, operand)
             of_pair = self.pairs(frag, mMask, mStats, (batch, i, block), eps, crop, tidx)
-            for b in cutlass.range(0, self.blocks, SETS, unroll=1):
-                for s in cutlass.range_constexpr(SETS):
-                    self.start(mma, accs[s], z, tP, tG, b + s)
-                for s in cutlass.range_constexpr(SETS):
-                    warpgroup.wait_group(SETS - 1 - s)
-                    self.finish(accs[s], of_pair, sO, sTerms, stores, (b + s, block, i, batch), crop, wg, s, tidx)
+            more = more_of_pairs(of_pair, self.dtype, tidx)
+            z = cute.make_tensor(frag.iterator, operand), cute.make_tensor(more.iterator, more_shape)
+            for b in cutlass.range_constexpr(self.sets - 1):
+                self.start(mma, accs[b], z, weights, b)
+            for b in cutlass.range_constexpr(self.blocks):
+                ahead = b + self.sets - 1
+                if const_expr(ahead < self.blocks):
+                    self.start(mma, accs[ahead % self.sets], z, weights, ahead)
+                warpgroup.wait_group(min(self.sets, self.blocks - b) - 1)
+                self.gate(accs[b % self.sets], of_pair, (block + 1) * ROWS <= crop)
+                self.store(accs[b % self.sets][0], sO, stores, (b, block, i, batch), wg, tidx)
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def start(self, mma, accs, z, tP, tG, b):
+    def start(self, mma, accs, z, weights, b: cutlass.Constexpr):
         """Issue the products of block b of the weights' rows."""
         warpgroup.fence()
+        for t in cutlass.range_constexpr(2):
+            mma.set(warpgroup.Field.ACCUMULATE, False)
+            cute.gemm(mma, accs[t], z[1][None, None, 0], weights[2 + t][None, None, 0, b], accs[t])
+        mma.set(warpgroup.Field.ACCUMULATE, True)
         for step in cutlass.range_constexpr(self.channels // 16):
-            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-            cute.gemm(mma, accs[0], z[None, None, step], tP[None, None, step, b], accs[0])
-            cute.gemm(mma, accs[1], z[None, None, step], tG[None, None, step, b], accs[1])
+            for t in cutlass.range_constexpr(2):
+                cute.gemm(mma, accs[t], z[0][None, None, step], weights[t][None, None, step, b], accs[t])
         warpgroup.commit_group()
 
     @cute.jit
@@ -235,36 +256,37 @@ class TriangleMultiplicationFrontRowsSm90:
         return of_pair
 
     @cute.jit
-    def finish(self, accs, of_pair, sO, sTerms, stores, where, crop: Int32, wg, s: cutlass.Constexpr, tidx: Int32):
-        """Gate a block's products, and store them transposed."""
-        b, block, i, batch = where
-        tma, gF = stores
-        if const_expr(self.has_mask):
-            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, True)
-        elif (block + 1) * ROWS <= crop:
-            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, False)
-        else:
-            self.gate(accs[0], accs[1], of_pair, sTerms, b, tidx, True)
-        target = cute.local_tile(gF, (self.tile_h, ROWS), (b, block, i, batch))
-        buffer = wg * self.out_stages + s % self.out_stages
-        store_block(accs[0], sO, buffer, self.out_stages - 1, self.mma, tma, target, wg, tidx, True)
-
-    @cute.jit
-    def gate(self, acc_p, acc_g, of_pair, sTerms: cute.Tensor, b: Int32, tidx: Int32, factors: cutlass.Constexpr):
-        """acc_p becomes value times sigmoid of gate, and where there are `factors`, times the pair's."""
-        p, g = rows_view(acc_p), rows_view(acc_g)
+    def gate(self, accs, of_pair, whole):
+        """The first becomes value times sigmoid of gate, times the pair's factor. whole: all pairs of the tile are there."""
+        p, g = rows_view(accs[0]), rows_view(accs[1])
         for n in cutlass.range_constexpr(self.tile_h // 4):
-            terms = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(sTerms[None, b * self.tile_h + 8 * (n // 2) + 2 * (tidx % 4) + n % 2], terms)
             for r in cutlass.range_constexpr(2):
-                mean, rstd, factor = of_pair[0, r], of_pair[1, r], of_pair[2, r]
-                value = (p[r, n] - mean * terms[0]) * rstd + terms[1]
-                odds = cute.math.exp2((g[r, n] - mean * terms[2]) * (rstd * -LOG2_E) + terms[3], fastmath=True)
-                value = value * cute.arch.rcp_approx(1.0 + odds)
-                if const_expr(factors):
+                rstd, factor = of_pair[1, r], of_pair[2, r]
+                odds = cute.math.exp2(g[r, n] * (rstd * -LOG2_E), fastmath=True)
+                value = p[r, n] * rstd * cute.arch.rcp_approx(1.0 + odds)
+                if const_expr(self.has_mask):
                     # A select, not a product: what a masked or absent pair holds must not matter.
                     value = Float32(0.0) if factor == 0.0 else value * factor
                 p[r, n] = value
+        if const_expr(not self.has_mask):
+            if not whole:
+                for n in cutlass.range_constexpr(self.tile_h // 4):
+                    for r in cutlass.range_constexpr(2):
+                        p[r, n] = Float32(0.0) if of_pair[2, r] == 0.0 else p[r, n]
+
+    @cute.jit
+    def store(self, values, sO, stores, where, wg, tidx: Int32):
+        """Round block b of results, and store it transposed."""
+        b, block, i, batch = where
+        tma, gF = stores
+        shape, pieces = self.mma_stored.partition_shape_C((ROWS, self.piece)), self.tile_h // self.piece
+        for n in cutlass.range_constexpr(pieces):
+            rounded = cute.make_rmem_tensor(shape, self.dtype)
+            piece = cute.make_tensor(values.iterator + n * cute.size(shape), cute.make_layout(shape))
+            rounded.store(piece.load().to(self.dtype))
+            target = cute.local_tile(gF, (self.piece, ROWS), (b * pieces + n, block, i, batch))
+            buffer = wg * self.out_stages + (b * pieces + n) % self.out_stages
+            store_rounded(rounded, sO, buffer, self.out_stages, self.mma_stored, tma, target, wg, tidx, True)
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -44,7 +44,7 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, follow
 
 ROWS = 64  # channels of one product: the M of wgmma
 
@@ -118,6 +118,7 @@ class TriangleMultiplicationFrontSm90:
         tasks = cute.ceil_div(tiles, self.warpgroups)
         self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -129,6 +130,7 @@ class TriangleMultiplicationFrontSm90:
             for atom, _ in (*loads, stores):
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
         sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tile_n, self.z_stages * self.warpgroups)))
@@ -139,7 +141,7 @@ class TriangleMultiplicationFrontSm90:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.z_stages):
-                    cute.arch.mbarrier_init(normed + i, 4)  # every warp of the warpgroup that takes statistics
+                    cute.arch.mbarrier_init(normed + i, 128)  # every thread that takes statistics
         pipe_z = tma_ring(sm.bar_z, self.z_stages, self.warpgroups * tile_bytes(self.z_layout, self.dtype), warps)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, 2 * tile_bytes(self.w_layout, self.dtype), warps, last=True)
         cute.arch.mbarrier_init_fence()
@@ -218,9 +220,8 @@ class TriangleMultiplicationFrontSm90:
                         cute.autovec_copy(four, sPairs[None, n, stage])
             # z was read by ordinary loads, and is next written by bulk copies (see `tma.release_after_reads`).
             cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            if tidx % 32 == 0:
-                cute.arch.mbarrier_arrive(normed + state.index)
+            # Every thread arrives, as racecheck does not see that a barrier of the warp orders what other lanes wrote.
+            cute.arch.mbarrier_arrive(normed + state.index)
             state.advance()
 
     # ---- device: projections and gates --------------------------------------------------------------------------

@@ -17,9 +17,9 @@ back):
     planes                  (splits, R, V + C)      float32
     sums                    (splits, R, 2)          float32
 
-A LayerNorm is linear but for each pair's mean and deviation, so z and x are multiplied as they lie, and both enter after the
-products: value = rstd * (z . W - mean * rowsum(W)) + bias; and for the sums rstd goes into the 16-bit operand and the mean out of
-the sum at the end, with the operand as it was rounded.
+A LayerNorm is linear but for each pair's mean and deviation, so z and x are multiplied as they lie. Mean and bias enter as 16
+columns more (see `pieces_sm90.MORE`), rstd after the product. For the sums rstd goes into the 16-bit operand; the same columns
+give what the mean takes from them, with the operand as it was rounded, and the sums of both gradients.
 
 A CTA has 64 * W rows, in one or two parts of the columns, and a share of the tiles of pairs; it keeps its weights and its sums on
 the SM. Products are computed with rows as the M of the MMA, so that the results of the first are an operand of the second where
@@ -36,8 +36,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from tpf_jit.templates.common.fragments import DTYPES, rows_view, widen_bf16
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
+from tpf_jit.templates.common.norm import read_statistics
 from tpf_jit.templates.common.tiles import read_tile, transposed_view, two_columns
 from tpf_jit.templates.common.tma import (
     checked_storage,
@@ -51,9 +52,10 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, put_more, sums_of_more
 
 ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
+READ_COLUMNS = 16  # pairs whose gradients are read at a time
 
 
 class TriangleMultiplicationWeightsSm90:
@@ -69,6 +71,7 @@ class TriangleMultiplicationWeightsSm90:
         self.tile_v, self.tile_c = self.values // parts, self.channels // parts
         self.tile_n, self.tiles = config.tile_n, config.tiles
         self.warpgroups, self.stages = config.consumer_warpgroups, config.stages
+        self.norms = 1 if self.front else 2  # z's alone, or then x's
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -84,7 +87,9 @@ class TriangleMultiplicationWeightsSm90:
                 atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
             )
 
-        self.project_z, self.sum_z = mma(k_major, n), mma(mn_major, self.tile_c, warpgroup.OperandSource.RMEM)
+        registers = warpgroup.OperandSource.RMEM
+        self.project_z, self.sum_z = mma(k_major, n), mma(mn_major, self.tile_c, registers)
+        self.sum_more, self.read = mma(mn_major, MORE, registers), mma(k_major, READ_COLUMNS)  # of the last, only the fragment
         tiles, owned = self.stages * self.tiles * self.parts, self.warpgroups * self.parts
         self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.tile_c), self.dtype, tiles)
         self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.tile_c, n), self.dtype, tiles)
@@ -94,11 +99,15 @@ class TriangleMultiplicationWeightsSm90:
             self.project_x, self.sum_x = self.project_z, self.sum_z
             self.d_shape = (ROWS, n)
         else:
-            self.project_x, self.sum_x = mma(mn_major, n), mma(k_major, self.tile_v, warpgroup.OperandSource.RMEM)
+            self.project_x, self.sum_x = mma(mn_major, n), mma(k_major, self.tile_v, registers)
             self.x_layout = sm90.make_smem_layout_b(col_major, (ROWS, n, self.tile_v), self.dtype, tiles)
             self.xt_layout = sm90.make_smem_layout_b(row_major, (ROWS, self.tile_v, n), self.dtype, tiles)
             self.d_shape = (n, ROWS)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, self.d_shape, self.stages * self.tiles * self.warpgroups)
+        self.more_w_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, MORE), self.dtype, self.warpgroups)
+        more_tiles = self.stages * self.tiles * self.norms
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, MORE), self.dtype, more_tiles)
+        self.more_t_layout = sm90.make_smem_layout_b(col_major, (ROWS, MORE, n), self.dtype, more_tiles)
 
     def _storage(self):
         x_area = smem_area(self.dtype, self.x_layout) if not self.front else cute.struct.MemRange[Int64, 1]
@@ -108,11 +117,14 @@ class TriangleMultiplicationWeightsSm90:
             bar: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_w: cute.struct.MemRange[Int64, 2]
             bar_pairs: cute.struct.MemRange[Int64, 2 * self.stages]
-            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * self.tile_n * self.tiles * self.stages], 128]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.tile_n * self.tiles * self.stages], 128]
             g: smem_area(self.dtype, self.g_layout)
             v: smem_area(self.dtype, self.v_layout)
             z: smem_area(self.dtype, self.z_layout)
             d: smem_area(self.dtype, self.d_layout)
+            more: smem_area(self.dtype, self.more_layout)
+            more_v: smem_area(self.dtype, self.more_w_layout)
+            more_g: smem_area(self.dtype, self.more_w_layout)
             x: x_area
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -148,7 +160,7 @@ class TriangleMultiplicationWeightsSm90:
         units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
         sizes = (crop, blocks, blocks * crop * batch, splits)
         self.kernel(loads, per_pair, mTerms, mPlanes, mSums, sizes).launch(
-            grid=(units * splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            grid=(units * splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
@@ -160,19 +172,29 @@ class TriangleMultiplicationWeightsSm90:
             for atom, _ in loads:
                 cpasync.prefetch_descriptor(atom)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
         sG, sV = smem_tensor(sm.g, self.g_layout), smem_tensor(sm.v, self.v_layout)
         sZ, sZt, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.z, self.zt_layout), smem_tensor(sm.d, self.d_layout)
         sX, sXt = sZ, sZt
         if const_expr(not self.front):
             sX, sXt = smem_tensor(sm.x, self.x_layout), smem_tensor(sm.x, self.xt_layout)
-        sPairs = sm.pairs.get_tensor(cute.make_layout((4, self.tiles * self.tile_n, self.stages)))
+        sPairs = sm.pairs.get_tensor(cute.make_layout((2, self.tiles * self.tile_n, self.stages)))
+        sMore, sMoreT = smem_tensor(sm.more, self.more_layout), smem_tensor(sm.more, self.more_t_layout)
+        sMoreV, sMoreG = smem_tensor(sm.more_v, self.more_w_layout), smem_tensor(sm.more_g, self.more_w_layout)
+        units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
+        unit, split = cute.arch.block_idx()[0] % units, cute.arch.block_idx()[0] // units
+        where = (unit // self.parts, unit % self.parts, split)
+        start = where[0] * self.warpgroups * ROWS
+        fill_more(sMoreV, mTerms, 0, self.threads, start)
+        fill_more(sMoreG, mTerms, 2, self.threads, start)
+        cute.arch.fence_view_async_shared()
         fetched = sm.bar_pairs.data_ptr()
         warps = 4 * self.warpgroups
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(fetched + i, 1)
-                    cute.arch.mbarrier_init(fetched + (self.stages + i), warps)
+                    cute.arch.mbarrier_init(fetched + i, 32)  # every thread, as racecheck sees no order between lanes
+                    cute.arch.mbarrier_init(fetched + (self.stages + i), 32 * warps)
         stage_bytes = self.parts * tile_bytes(self.z_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
         if const_expr(not self.front):
             stage_bytes = stage_bytes + self.parts * tile_bytes(self.x_layout, self.dtype)
@@ -182,20 +204,16 @@ class TriangleMultiplicationWeightsSm90:
         pipe = tma_ring(sm.bar, self.stages, stage_bytes, warps, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-
-        units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
-        unit, split = cute.arch.block_idx()[0] % units, cute.arch.block_idx()[0] // units
-        where = (unit // self.parts, unit % self.parts, split)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(pipe, pipe_w, loads, (sZ, sD, sV, sG, sX), where, sizes)
             elif warp_idx == 1:
-                self.fetch(fetched, per_pair, sPairs, split, sizes)
+                self.fetch(fetched, per_pair, sPairs, sMore, split, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            tiles = (sG, sV, sZ, sZt, sX, sXt, sD, sPairs)
-            self.accumulate(pipe, pipe_w, fetched, tiles, (mTerms, mPlanes, mSums), where, sizes)
+            tiles = (sG, sV, sZ, sZt, sX, sXt, sD, sPairs, sMore, sMoreT, sMoreV, sMoreG)
+            self.accumulate(pipe, pipe_w, fetched, tiles, (mPlanes, mSums), where, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -241,41 +259,48 @@ class TriangleMultiplicationWeightsSm90:
         pipe.producer_tail(state)
 
     @cute.jit
-    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, split: Int32, sizes):
-        """Four numbers of every pair of a tile: mean and rstd of z, then of x, or in the front its factor (0 where there is no
-        pair) and nothing."""
+    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, sMore: cute.Tensor, split: Int32, sizes):
+        """Of every pair of a tile: the columns MORE of its norms, and two numbers: the value's rstd, and the gate's or, in the
+        front, where that is the same, the pair's factor. Where there is no pair, both are 0."""
         mZStats, mXStats, mMask = per_pair
         crop, blocks, tiles, splits = sizes
         lane = cute.arch.thread_idx()[0] % 32
         state = producer_state(self.stages)
+        steps = -(-self.tiles * self.tile_n // 32)
         for tile in cutlass.range(split, tiles, splits, unroll=1):
             block, i, batch = decode(tile, crop, blocks)
-            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
-            for step in cutlass.range_constexpr(-(-self.tiles * self.tile_n // 32)):
-                n = lane + 32 * step
-                k = block * self.tiles * self.tile_n + n
-                if n < self.tiles * self.tile_n:
-                    four = cute.make_rmem_tensor(4, Float32)
-                    four.fill(0.0)
+            found = []  # on their way while the stage is waited for
+            for step in cutlass.range_constexpr(steps):
+                k = block * self.tiles * self.tile_n + lane + 32 * step
+                of_z = read_statistics(mZStats, (batch, i, k), crop)
+                of_x, factor = of_z, Float32(0.0)
+                if const_expr(not self.front):
+                    of_x = read_statistics(mXStats, (batch, i, k), crop)
+                elif const_expr(self.has_mask):
                     if k < crop:
-                        four[0], four[1] = mZStats[batch, i, k, 0], mZStats[batch, i, k, 1]
-                        if const_expr(self.front):
-                            four[2] = Float32(1.0)
-                            if const_expr(self.has_mask):
-                                four[2] = mMask[batch, i, k]
-                        else:
-                            four[2], four[3] = mXStats[batch, i, k, 0], mXStats[batch, i, k, 1]
-                    cute.autovec_copy(four, sPairs[None, n, state.index])
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(fetched + state.index)
+                        factor = mMask[batch, i, k]
+                found.append((of_z, of_x, factor))
+            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
+            for step in cutlass.range_constexpr(steps):
+                n = lane + 32 * step
+                of_z, of_x, factor = found[step]
+                if n < self.tiles * self.tile_n:
+                    at = self.norms * (self.tiles * state.index + n // self.tile_n)
+                    put_more(sMore[n % self.tile_n, None, at], of_z[0], of_z[1])
+                    if const_expr(not self.front):
+                        put_more(sMore[n % self.tile_n, None, at + 1], of_x[0], of_x[1])
+                    two = cute.make_rmem_tensor(2, Float32)
+                    two[0], two[1] = of_x[1], factor if const_expr(self.front) else of_z[1]
+                    cute.autovec_copy(two, sPairs[None, n, state.index])
+            cute.arch.fence_view_async_shared()
+            cute.arch.mbarrier_arrive(fetched + state.index)
             state.advance()
 
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
     def accumulate(self, pipe, pipe_w, fetched, tiles, outputs, where, sizes):
-        sG, sV, sZ, sZt, sX, sXt, sD, sPairs = tiles
-        mTerms, mPlanes, mSums = outputs
+        sG, sV, sZ, sZt, sX, sXt, sD, sPairs, sMore, sMoreT, sMoreV, sMoreG = tiles
+        mPlanes, mSums = outputs
         m, part, split = where
         crop, blocks, count, splits = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
@@ -285,118 +310,104 @@ class TriangleMultiplicationWeightsSm90:
         tZ, tX = self.project_z.make_fragment_B(by_z.partition_B(sZ)), self.project_x.make_fragment_B(by_x.partition_B(sX))
         tZt = self.sum_z.make_fragment_B(self.sum_z.get_slice(0).partition_B(sZt))
         tXt = self.sum_x.make_fragment_B(self.sum_x.get_slice(0).partition_B(sXt))
+        tMore = self.project_z.make_fragment_B(by_z.partition_B(sMore))
+        tMoreV, tMoreG = (self.project_z.make_fragment_A(by_z.partition_A(t)) for t in (sMoreV, sMoreG))
+        tMoreT = self.sum_more.make_fragment_B(self.sum_more.get_slice(0).partition_B(sMoreT))
         shape = self.project_z.partition_shape_C((ROWS, self.tile_n))
         accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.tiles)]
         sum_v = cute.make_rmem_tensor(self.sum_x.partition_shape_C((ROWS, self.tile_v)), Float32)
         sum_g = cute.make_rmem_tensor(self.sum_z.partition_shape_C((ROWS, self.tile_c)), Float32)
-        sum_v.fill(0.0)
-        sum_g.fill(0.0)
+        more_shape = self.sum_more.partition_shape_C((ROWS, MORE))
+        more_v, more_g = (cute.make_rmem_tensor(more_shape, Float32) for _ in range(2))
+        for acc in (sum_v, sum_g, more_v, more_g):
+            acc.fill(0.0)
         operand = self.sum_z.partition_shape_A((ROWS, self.tile_n))
-        # Of this thread's two rows: terms; sums of both gradients, and what their means take from the planes.
         first = (m * self.warpgroups + wg) * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
-        terms, totals, means = (cute.make_rmem_tensor((2, n), Float32) for n in (4, 2, 2))
-        terms.fill(0.0)
-        totals.fill(0.0)
-        means.fill(0.0)
-        for r in cutlass.range_constexpr(2):
-            if first + 8 * r < self.rows:
-                for t in cutlass.range_constexpr(4):
-                    terms[r, t] = mTerms[first + 8 * r, t]
-                terms[r, 3] = terms[r, 3] * -LOG2_E
         pipe_w.consumer_wait(consumer_state(1))
         state = consumer_state(self.stages)
         for _ in cutlass.range(split, count, splits, unroll=1):
+            cute.arch.mbarrier_wait(fetched + state.index, state.phase)
             pipe.consumer_wait(state)
             for t in cutlass.range_constexpr(self.tiles):
                 at, (acc_v, acc_g) = self.tiles * state.index + t, accs[t]
                 warpgroup.fence()
+                self.project_z.set(warpgroup.Field.ACCUMULATE, False)
+                for acc, rows, norm in ((acc_v, tMoreV, self.norms - 1), (acc_g, tMoreG, 0)):
+                    more = tMore[None, None, 0, at * self.norms + norm]
+                    cute.gemm(self.project_z, acc, rows[None, None, 0, wg], more, acc)
+                for mma in (self.project_x, self.project_z):
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
                 for k in cutlass.range_constexpr(self.parts):
                     a, b = wg * self.parts + k, at * self.parts + k
                     for step in cutlass.range_constexpr(self.tile_v // 16):
-                        self.project_x.set(warpgroup.Field.ACCUMULATE, k + step > 0)
                         cute.gemm(self.project_x, acc_v, tV[None, None, step, a], tX[None, None, step, b], acc_v)
                     for step in cutlass.range_constexpr(self.tile_c // 16):
-                        self.project_z.set(warpgroup.Field.ACCUMULATE, k + step > 0)
                         cute.gemm(self.project_z, acc_g, tG[None, None, step, a], tZ[None, None, step, b], acc_g)
                 warpgroup.commit_group()
-            cute.arch.mbarrier_wait(fetched + state.index, state.phase)
             for t in cutlass.range_constexpr(self.tiles):
                 at, (acc_v, acc_g) = self.tiles * state.index + t, accs[t]
                 tile = sD[None, None, at * self.warpgroups + wg]
                 if const_expr(not self.front):
                     tile = transposed_view(tile)
-                d = read_tile(tile, self.project_z, tidx, shape, not self.front)
                 # Behind what is waited for: the products of the tiles that follow, or the sums of the one before.
-                warpgroup.wait_group(self.tiles - 1 if t == 0 else 2)
-                pairs = cute.local_tile(sPairs[None, None, state.index], (4, self.tile_n), (0, t))
+                warpgroup.wait_group(self.tiles - 1 if t == 0 else 4)
+                pairs = cute.local_tile(sPairs[None, None, state.index], (2, self.tile_n), (0, t))
+                self.differentiate(acc_v, acc_g, tile, pairs, tidx)
                 a_v, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
-                self.differentiate((acc_v, acc_g, d), (a_v, a_g), pairs, terms, totals, means, tidx)
+                a_v.store(cute.make_tensor(acc_v.iterator, a_v.layout).load().to(self.dtype))
+                a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
                 start_product(self.sum_x, sum_v, a_v, tXt[None, None, None, at * self.parts + part], True)
                 start_product(self.sum_z, sum_g, a_g, tZt[None, None, None, at * self.parts + part], True)
-            cute.arch.sync_warp()
-            if tidx % 32 == 0:
-                cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
+                start_product(self.sum_more, more_v, a_v, tMoreT[None, None, None, (at + 1) * self.norms - 1], True)
+                start_product(self.sum_more, more_g, a_g, tMoreT[None, None, None, at * self.norms], True)
             warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
             release_after_reads(pipe, state)
             state.advance()
-        self.store(sum_v, sum_g, totals, means, mPlanes, mSums, (first, part, split), tidx)
+        self.store((sum_v, sum_g), (more_v, more_g), mPlanes, mSums, (first, part, split), tidx)
 
     @cute.jit
-    def differentiate(self, given, operands, pairs: cute.Tensor, terms, totals, means, tidx: Int32):
-        """The gradients of value and gate from both and d, each times the rstd of its LayerNorm and rounded, as operands, whose
-        registers are in an accumulator's order."""
-        acc_v, acc_g, d = given
+    def differentiate(self, acc_v, acc_g, tile, pairs: cute.Tensor, tidx: Int32):
+        """acc_v, acc_g become the gradients of value and gate, each times the rstd of its LayerNorm. tile: the incoming ones."""
         v, g = rows_view(acc_v), rows_view(acc_g)
+        shape = self.read.partition_shape_C((ROWS, READ_COLUMNS))
         for j in cutlass.range_constexpr(self.tile_n // 8):
-            of_pair = cute.make_rmem_tensor((4, 2), Float32)
+            if const_expr(j % (READ_COLUMNS // 8) == 0):
+                cute.arch.sync_warp()  # else loads of later columns move up, and registers spill
+                columns = cute.local_tile(tile, (ROWS, READ_COLUMNS), (0, j * 8 // READ_COLUMNS))
+                d = read_tile(columns, self.read, tidx, shape, not self.front)
+            of_pair = cute.make_rmem_tensor((2, 2), Float32)
             for c in cutlass.range_constexpr(2):
                 cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
             for r in cutlass.range_constexpr(2):
-                incoming = two_columns(d, r, j)
+                incoming = two_columns(d, r, j % (READ_COLUMNS // 8))
                 for c in cutlass.range_constexpr(2):
-                    n = 2 * j + c
-                    mean_z, rstd_z = of_pair[0, c], of_pair[1, c]
-                    mean_x, rstd_x = (mean_z, rstd_z) if const_expr(self.front) else (of_pair[2, c], of_pair[3, c])
-                    value = (v[r, n] - mean_x * terms[r, 0]) * rstd_x + terms[r, 1]
-                    odds = cute.math.exp2((g[r, n] - mean_z * terms[r, 2]) * (rstd_z * -LOG2_E) + terms[r, 3], fastmath=True)
-                    s = cute.arch.rcp_approx(1.0 + odds)
+                    n, rstd_v = 2 * j + c, of_pair[0, c]
+                    rstd_g = rstd_v if const_expr(self.front) else of_pair[1, c]
+                    value = v[r, n] * rstd_v
+                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (rstd_g * -LOG2_E), fastmath=True))
                     grad = incoming[c]
-                    if const_expr(self.front):
-                        if const_expr(self.has_mask):
-                            grad = grad * of_pair[2, c]
-                        # A select, not a product: what the gradient of an absent or masked pair holds must not matter.
-                        grad = Float32(0.0) if of_pair[2, c] == 0.0 else grad
+                    if const_expr(self.has_mask):
+                        # A select, not a product: what the gradient of a masked pair holds must not matter. That of an absent one
+                        # is finite, and times an rstd of 0.
+                        grad = Float32(0.0) if of_pair[1, c] == 0.0 else grad * of_pair[1, c]
                     d_value = grad * s
                     d_gate = d_value * value
-                    d_gate = d_gate - d_gate * s
-                    totals[r, 0], totals[r, 1] = totals[r, 0] + d_value, totals[r, 1] + d_gate
-                    v[r, n], g[r, n] = d_value * rstd_x, d_gate * rstd_z
-                for t, x in ((0, v), (1, g)):
-                    both = cute.make_rmem_tensor(2, Float32)
-                    both[0], both[1] = x[r, 2 * j], x[r, 2 * j + 1]
-                    rounded = cute.make_tensor(operands[t].iterator + (2 * r + 4 * j), cute.make_layout(2))
-                    rounded.store(both.load().to(self.dtype))
-                    # What the mean takes from the sum must be rounded as what it is taken from.
-                    wide = widen_bf16(rounded)
-                    for c in cutlass.range_constexpr(2):
-                        mean = of_pair[0, c] if const_expr(self.front or t == 1) else of_pair[2, c]
-                        means[r, t] = means[r, t] + wide[c] * mean
+                    v[r, n], g[r, n] = d_value * rstd_v, (d_gate - d_gate * s) * rstd_g
 
     @cute.jit
-    def store(self, sum_v, sum_g, totals, means, mPlanes, mSums, where, tidx: Int32):
+    def store(self, sums, more, mPlanes, mSums, where, tidx: Int32):
         """Take the means out of the sums; both to this split's plane."""
         first, part, split = where
-        v, g = rows_view(sum_v), rows_view(sum_g)
+        v, g = (rows_view(acc) for acc in sums)
+        of_v, of_g = (sums_of_more(acc, tidx) for acc in more)
         for r in cutlass.range_constexpr(2):
-            for t in cutlass.range_constexpr(2):
-                means[r, t] = cute.arch.warp_reduction_sum(means[r, t], threads_in_group=4)
-                totals[r, t] = cute.arch.warp_reduction_sum(totals[r, t], threads_in_group=4)
             row = first + 8 * r
             if row < self.rows:
                 line = mPlanes[split, row, None]
                 for x, offset, width, mean in (
-                    (v, part * self.tile_v, self.tile_v, means[r, 0]),
-                    (g, self.values + part * self.tile_c, self.tile_c, means[r, 1]),
+                    (v, part * self.tile_v, self.tile_v, of_v[0, r]),
+                    (g, self.values + part * self.tile_c, self.tile_c, of_g[0, r]),
                 ):
                     for n in cutlass.range_constexpr(width // 8):
                         pair = cute.make_rmem_tensor(2, Float32)
@@ -404,7 +415,7 @@ class TriangleMultiplicationWeightsSm90:
                         column = offset + 8 * n + 2 * (tidx % 4)
                         cute.autovec_copy(pair, cute.make_tensor((line.iterator + column).align(8), cute.make_layout(2)))
                 if (tidx % 4 == 0) & (part == 0):
-                    mSums[split, row, 0], mSums[split, row, 1] = totals[r, 0], totals[r, 1]
+                    mSums[split, row, 0], mSums[split, row, 1] = of_v[1, r], of_g[1, r]
 
 
 class FrontWeights(TriangleMultiplicationWeightsSm90):

@@ -55,6 +55,21 @@ def test_fold(channels: int, hidden: int, weight_dtype: str, bias: bool) -> None
     assert resources["spill_bytes"] == 0 and resources["threads"] == 256
 
 
+@pytest.mark.parametrize("channels, hidden", WIDTHS)
+@pytest.mark.parametrize(
+    "weight_dtype, norm_dtype, bias", [("float32", "float32", False), ("bfloat16", "float32", True), ("bfloat16", "", True)]
+)
+def test_finish(channels: int, hidden: int, weight_dtype: str, norm_dtype: str, bias: bool) -> None:
+    template = get("triangle_multiplication_finish_sm90")
+    shape = TriangleMultiplicationShape(384, channels, hidden, weight_dtype=weight_dtype)
+    flags = dict(bias=bias, norm_dtype=norm_dtype)
+    resources = compile_kernel(KernelSpec.make(template, shape, template.default(shape), **flags)).resources
+    assert resources["spill_bytes"] == 0 and resources["threads"] == 256
+    # Eight vectors in flight: with fewer registers ptxas waits for one load after the other; with more, fewer CTAs share an SM.
+    assert 64 <= resources["registers"] <= 80
+    assert resources["smem_bytes"] <= template.resources(shape, template.default(shape)).smem_bytes
+
+
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("crop", [64, 768])
 def test_products(crop: int, product: str) -> None:
@@ -64,16 +79,18 @@ def test_products(crop: int, product: str) -> None:
 
 
 def products_of(name: str, template, shape: TriangleMultiplicationShape) -> int:
-    """wgmma instructions of one step: the projections' depth, then that of what is made of their results."""
+    """wgmma instructions of what is unrolled: the projections' depth and a step for means and biases, then that of what is made
+    of their results."""
     config, channels, hidden = template.default(shape), shape.channels, shape.hidden
+    depth, outer = channels // 16 + 1, hidden // 16 + 1
     if name == "front_weights":
-        return config.tiles * (2 * channels // 16 + 2 * config.tile_n // 16)
+        return config.tiles * (2 * depth + 4 * config.tile_n // 16)
     if name == "back_weights":
-        return config.tiles * ((channels + hidden) // 16 + 2 * config.tile_n // 16)
+        return config.tiles * (depth + outer + 4 * config.tile_n // 16)
     if name == "front_backward":
-        return 2 * channels // 16 + 2 * config.tile_h // 16
-    gates = channels // 16 * template.passes(channels, hidden)
-    return gates + hidden // 16 + 2 * config.tile_c // 16
+        steps = 2 * hidden // config.tile_h
+        return max(n for n in range(1, 9) if steps % n == 0) * (2 * depth + 2 * config.tile_h // 16)
+    return depth * template.passes(channels, hidden) + outer + 2 * config.tile_c // 16
 
 
 @pytest.mark.parametrize("channels, hidden", WIDTHS)
@@ -83,7 +100,7 @@ def test_backward(name: str, channels: int, hidden: int) -> None:
     config = template.default(shape)
     resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
     # 256 channels leave no register for a few addresses; the others fit, but for a step of 64 pairs of the weight gradients.
-    assert resources["spill_bytes"] <= (400 if channels == 256 else 256 if name.endswith("weights") else 0), resources
+    assert resources["spill_bytes"] <= (448 if channels == 256 else 256 if name.endswith("weights") else 0), resources
     assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], resources["ptxas_notes"]
     assert resources["hgmma"] == products_of(name, template, shape)
     assert resources["utmaldg"] > 0 and (resources["utmastg"] > 0) == (not name.endswith("weights"))
@@ -105,10 +122,17 @@ def test_every_configuration_compiles(name: str) -> None:
 @pytest.mark.parametrize("channels, hidden", [(128, 128), (64, 64), (64, 128), (32, 32)])
 @pytest.mark.parametrize("name", ["front_rows", "back_rows"])
 def test_rows(name: str, channels: int, hidden: int) -> None:
-    """Operands in registers: two blocks' products in flight, none serialised."""
+    """Operands in registers, all blocks unrolled, no product serialised."""
     template = get(f"triangle_multiplication_{name}_sm90")
     shape = TriangleMultiplicationShape(384, channels, hidden, mask="bool")
-    products = 2 * (2 * channels if name == "front_rows" else channels + hidden) // 16
+    if name == "back_rows" and channels == 32:
+        assert not template.supports(shape)[0]  # too few channels for two blocks
+        return
+    config = template.default(shape)
+    if name == "front_rows":
+        products = 2 * hidden // config.tile_h * 2 * (channels // 16 + 1)
+    else:
+        products = channels // config.tile_c * (channels // 16 + hidden // 16 + 2)
     assert resources_of(template, shape)["hgmma"] == products
     assert template.check(shape, template.default(shape)) is None
 

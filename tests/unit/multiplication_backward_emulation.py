@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward
+from tpf_jit.templates.triangle_multiplication.config_finish import ROWS
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
@@ -43,6 +44,36 @@ def front_weights(z, z_stats, mask, dfactors, p_in, g_in, in_terms, planes, sums
     dp, dg = _front(z, z_stats, mask, dfactors, p_in, g_in, in_terms)
     wide = _rounding(z)(z)
     _sum_pairs(z.dtype, planes, sums, splits, ((dp, wide, z_stats), (dg, wide, z_stats)))
+
+
+def finish(
+    p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, front_planes, front_sums, back_planes, back_sums,
+    d_p_in, d_g_in, d_p_out, d_g_out, d_norm_in_w, d_norm_in_b, d_norm_out_w, d_norm_out_b,
+    d_p_in_bias, d_g_in_bias, d_p_out_bias, d_g_out_bias, inner, outer, num_ctas,
+) -> None:  # fmt: skip
+    channels, hidden = p_out.shape
+    matrices, norms = (p_in, g_in, p_out, g_out), (norm_in_w, norm_in_b, norm_out_w, norm_out_b)
+    of_matrices, of_norms = (d_p_in, d_g_in, d_p_out, d_g_out), (d_norm_in_w, d_norm_in_b, d_norm_out_w, d_norm_out_b)
+    of_biases = (d_p_in_bias, d_g_in_bias, d_p_out_bias, d_g_out_bias)
+    given = [x for x in of_biases if x is not None]
+    assert p_in.dtype in (torch.float32, torch.bfloat16) and len(given) in (0, 4) and num_ctas >= 1
+    assert all(x.dtype == p_in.dtype for x in (*matrices, *of_matrices, *given))
+    assert norm_in_w.dtype in (torch.float32, p_in.dtype) and inner.dtype == outer.dtype == torch.float32
+    assert all(x.dtype == norm_in_w.dtype for x in (*norms, *of_norms))
+    assert all(x.shape == grad.shape for x, grad in zip((*matrices, *norms), (*of_matrices, *of_norms), strict=True))
+    planes = (front_planes, front_sums, back_planes, back_sums)
+    assert all(x.is_contiguous() for x in (*matrices, *norms, *of_matrices, *of_norms, *given, *planes, inner, outer))
+    assert front_planes.shape == (front_sums.shape[0], 2 * hidden, 2 * channels) and front_sums.shape[1:] == (2 * hidden, 2)
+    assert back_planes.shape == (back_sums.shape[0], channels, hidden + channels) and back_sums.shape[1:] == (channels, 2)
+    assert inner.shape == ((4 * hidden + channels) // ROWS, 2, channels) and outer.shape == (channels // ROWS, 2, hidden)
+    # Biases give only the dtype and shape of their gradients.
+    names = [f"{name}_{kind}" for kind in ("weight", "bias") for name in ("p_in", "g_in", "p_out", "g_out")]
+    weights = dict(zip(names, (*matrices, *of_biases), strict=True))
+    keys = ("norm_in_weight", "norm_in_bias", "norm_out_weight", "norm_out_bias")
+    grads = layout_backward.finish(Weights(**weights, **dict(zip(keys, norms, strict=True))), *planes, [True] * 12)
+    for name, target in (*zip(weights, (*of_matrices, *of_biases), strict=True), *zip(keys, of_norms, strict=True)):
+        if target is not None:
+            target.copy_(getattr(grads, name))
 
 
 def gradients(
@@ -140,5 +171,5 @@ def _sum_pairs(dtype: torch.dtype, planes: Tensor, sums: Tensor, splits: int, pa
             # The mean is taken off with the same rounded factors: where it is large, that is what keeps the difference right.
             width = pairs.shape[1]
             planes[split, :, columns : columns + width] = scaled.T @ pairs - (scaled.T @ stats[:, :1])
-            sums[split, :, i] = grad.sum(0)
+            sums[split, :, i] = (scaled / stats[:, 1:]).sum(0)  # the kernels' sums are of the same rounded factors
             columns += width
