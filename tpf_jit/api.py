@@ -138,7 +138,8 @@ def _explain_passes(shape: TriangleMultiplicationShape, arch: str, here: bool) -
     of the architecture."""
 
     def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
-        names = ", ".join(kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants)
+        found = [kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants]
+        names = ", ".join(dict.fromkeys(found))
         return names if here else f"{names} (what a device of {arch} would run)"
 
     reason = multiplication_routing.backward_unsupported(shape)

@@ -1,7 +1,8 @@
 """Triangle multiplicative update: templates, operand layout, float64 reference, inputs and workloads.
 
 Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
-`workload` need torch, as do the backward's `layout_backward` and `workload_backward`.
+`workload` need torch, as do the backward's `layout_backward`, `workload_backward` and
+`workload_finish`.
 """
 
 from tpf_jit.templates.triangle_multiplication.config import (
@@ -18,6 +19,7 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
 )
+from tpf_jit.templates.triangle_multiplication.config_finish import TriangleMultiplicationFinish
 from tpf_jit.templates.triangle_multiplication.config_rows import (
     TriangleMultiplicationBackRows,
     TriangleMultiplicationFrontRows,
@@ -25,15 +27,17 @@ from tpf_jit.templates.triangle_multiplication.config_rows import (
 
 TEMPLATES = (
     TriangleMultiplicationFold,
+    TriangleMultiplicationFrontRows,
     TriangleMultiplicationFront,
     TriangleMultiplicationProductNT,
     TriangleMultiplicationProductTN,
     TriangleMultiplicationProductNN,
+    TriangleMultiplicationBackRows,
     TriangleMultiplicationBack,
     TriangleMultiplicationBackBackward,
     TriangleMultiplicationBackWeights,
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
-    TriangleMultiplicationFrontRows,
-    TriangleMultiplicationBackRows,
+    TriangleMultiplicationFinish,
 )
+"""Of one family, the first that serves a problem is chosen where nothing is tuned."""

@@ -128,7 +128,7 @@ def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]
     def vector(x: Tensor | None, width: int, fill: float) -> Tensor:
         if x is None:
             return torch.full((width,), fill, dtype=torch.float32, device=device)
-        return x.to(torch.float32).contiguous()
+        return _as(x, torch.float32)
 
     def bias(x: Tensor | None, width: int) -> Tensor | None:
         return vector(x, width, 0.0) if biased else None
@@ -136,7 +136,7 @@ def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]
     channels, hidden = w.p_out_weight.shape
     matrices = (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)
     return (
-        *(x.to(dtype).contiguous() for x in matrices),
+        *[_as(x, dtype) for x in matrices],
         vector(w.norm_in_weight, channels, 1.0), vector(w.norm_in_bias, channels, 0.0),
         vector(w.norm_out_weight, hidden, 1.0), vector(w.norm_out_bias, hidden, 0.0),
         bias(w.p_in_bias, 2 * hidden), bias(w.g_in_bias, 2 * hidden), bias(w.p_out_bias, channels), bias(w.g_out_bias, channels),
@@ -144,17 +144,22 @@ def fold_operands(weights: Weights, folded: Folded) -> tuple[Tensor | None, ...]
     )  # fmt: skip
 
 
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in a dtype."""
+    return (x if x.dtype == dtype else x.to(dtype)).contiguous()
+
+
 def matrix_dtype(weights: Weights) -> torch.dtype:
     """In which a fold kernel reads the matrices: their own dtype where it is one and kernels take it, else float32."""
     w = weights
-    found = {x.dtype for x in (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)}
-    return torch.bfloat16 if found == {torch.bfloat16} else torch.float32
+    halved = all([x.dtype == torch.bfloat16 for x in (w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight)])
+    return torch.bfloat16 if halved else torch.float32
 
 
 def has_biases(weights: Weights) -> bool:
     """Whether any projection has a bias."""
     w = weights
-    return any(x is not None for x in (w.p_in_bias, w.g_in_bias, w.p_out_bias, w.g_out_bias))
+    return not (w.p_in_bias is w.g_in_bias is w.p_out_bias is w.g_out_bias is None)
 
 
 def fold(weights: Weights, dtype: torch.dtype) -> Folded:
@@ -201,20 +206,21 @@ def _fold_one(
 
 
 def folded_empty(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialised memory of folded weights for a z of `dtype`: `(4 D C + C D + C C,)` of matrices, `(2 D + C, 4)` of terms."""
+    """Uninitialised memory of folded weights for a z of `dtype`: `(5 D + C, C)` of matrices, `(2 D + C, 4)` of terms."""
     channels, hidden = weights.p_out_weight.shape
     device = weights.p_out_weight.device
-    matrices = torch.empty(channels * (5 * hidden + channels), dtype=dtype, device=device)
+    matrices = torch.empty((5 * hidden + channels, channels), dtype=dtype, device=device)
     return matrices, torch.empty((2 * hidden + channels, 4), dtype=_wide(dtype), device=device)
 
 
 def folded_parts(weights: Weights, matrices: Tensor, terms: Tensor) -> Folded:
     """Views of the parts of `folded_empty`."""
     channels, hidden = weights.p_out_weight.shape
-    inner, outer = matrices.split((channels * (4 * hidden + channels), channels * hidden))
-    p_in, g_in, g_out = inner.view(-1, channels).split((2 * hidden, 2 * hidden, channels))
-    in_terms, out_terms = terms.split((2 * hidden, channels))
-    return Folded(p_in, g_in, in_terms, outer.view(channels, hidden), g_out, out_terms)
+    p_in, g_in, g_out, p_out = matrices.split_with_sizes((2 * hidden, 2 * hidden, channels, hidden))
+    in_terms, out_terms = terms.split_with_sizes((2 * hidden, channels))
+    if hidden != channels:
+        p_out = p_out.view(channels, hidden)
+    return Folded(p_in, g_in, in_terms, p_out, g_out, out_terms)
 
 
 def pair_operand(x: Tensor) -> Tensor:
@@ -224,13 +230,19 @@ def pair_operand(x: Tensor) -> Tensor:
 
 def complies(x: Tensor) -> bool:
     """Whether kernels can read or write a pair tensor where it is."""
-    plain = x.stride(-1) == 1 and all(step > 0 and step % OPERAND_ALIGN == 0 for step in x.stride()[:-1])
+    *outer, last = x.stride()
+    plain = last == 1 and all([step > 0 and step % OPERAND_ALIGN == 0 for step in outer])
     return plain and x.data_ptr() % ALIGN_BYTES == 0
 
 
 def mask_buffer(mask: Tensor | None, z: Tensor) -> Tensor | None:
     """The float32 `(B, N, N)` buffer of a mask that broadcasts to it; itself where it is one."""
-    return None if mask is None else mask.to(torch.float32).expand(z.shape[:-1]).contiguous()
+    if mask is None:
+        return None
+    if mask.dtype != torch.float32:
+        mask = mask.to(torch.float32)
+    size = z.shape[:-1]
+    return (mask if mask.shape == size else mask.expand(size)).contiguous()
 
 
 def stats_empty(z: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ kernel left.
         dz = z_rstd * (t - mean_c(t) - zhat * mean_c(t * zhat)),   t = dzn + dp p_in + dg g_in
     front_weights(z, z_stats, mask, dfactors, p_in, g_in, in_terms, planes, sums, splits, num_ctas)
         planes: sums over pairs of dp zhat in columns [0, C), of dg zhat in [C, 2 C);     sums: of dp, of dg
+    finish(p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, front_planes, front_sums, back_planes,
+           back_sums, their gradients in the order of the weights here, and of p_in_bias, g_in_bias, p_out_bias, g_out_bias,
+           inner, outer, num_ctas)
+        what the function `finish` returns, where every weight is in training
 
     z, mask, z_stats, x_stats, p_in, g_in, p_out, g_out, in_terms, out_terms      as in `layout`
     dout, x                    the same; x's columns from N on are zero (the product kernels leave them so)
@@ -22,9 +26,13 @@ kernel left.
     dzn, dz                    (B, N, N, C) contiguous, z's dtype; dzn is the gate's share of the gradient of zhat
     planes, sums               float32 contiguous: back (splits, C, D + C) and (splits, C, 2), front (splits, 2 D, 2 C) and
                                (splits, 2 D, 2). Each of the splits holds the sums over pairs of its own; all are written
+    p_in, ... of finish        as the caller gave them: float32 or bfloat16, all matrices and biases alike, norms too, or
+                               float32; gradients contiguous and like their weights, those of the biases None together
+    inner, outer               float32 ((4 D + C) / ROWS, 2, C) and (C / ROWS, 2, D), for finish alone
 
-Between them the product kernels make dfactors of dx and factors, see `layout`. From the planes, `finish` makes the gradients of
-the weights as they were given. Nothing here reads a value on the host, and every sum has a fixed order.
+Between them the product kernels make dfactors of dx and factors, see `layout`. From the planes, the function `finish` makes the
+gradients of any weights as they were given, and a finish kernel those of most (`kernel_finishes`).
+Nothing here reads a value on the host, and every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tpf_jit.templates.triangle_multiplication.config_finish import ROWS
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
@@ -118,6 +127,43 @@ def finish(
         if f"{name}_bias" in wanted:
             found[f"{name}_bias"] = torch.empty_like(wanted[f"{name}_bias"]).copy_(own)
     return Weights(*(found.get(name) for name in w._fields))
+
+
+def kernel_finishes(weights: Weights, needed: Sequence[bool]) -> bool:
+    """Whether a finish kernel does what `finish` would: every weight is in training, matrices are float32 or bfloat16, all alike,
+    norms are there and all float32 or of that dtype, and projections have biases of that dtype, or none has one."""
+    w = weights
+    dtype, biases = w.p_in_weight.dtype, (w.p_in_bias, w.g_in_bias, w.p_out_bias, w.g_out_bias)
+    norms = {None if x is None else x.dtype for x in (w.norm_in_weight, w.norm_in_bias, w.norm_out_weight, w.norm_out_bias)}
+    return (
+        dtype in (torch.float32, torch.bfloat16)
+        and all(x.dtype == dtype for x in (w.g_in_weight, w.p_out_weight, w.g_out_weight))
+        and (norms == {dtype} or norms == {torch.float32})
+        and (all(x is None for x in biases) or all(x is not None and x.dtype == dtype for x in biases))
+        and all(need or x is None for x, need in zip(w, needed, strict=True))
+    )
+
+
+def finish_operands(weights: Weights, *planes: Tensor) -> tuple[Weights, tuple[Tensor | None, ...]]:
+    """Gradients to be filled, contiguous, and the tensor arguments of a finish kernel that fills them.
+
+    Args:
+        weights: of a kind that `kernel_finishes` takes.
+        planes: front_planes, front_sums, back_planes, back_sums.
+    """
+    w, grads = weights, Weights(*(None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in weights))
+    channels, hidden = w.p_out_weight.shape
+    inner, outer = ((4 * hidden + channels) // ROWS, 2, channels), (channels // ROWS, 2, hidden)
+    return grads, (
+        *(x.contiguous() for x in _matrices_and_norms(w)), *planes, *_matrices_and_norms(grads),
+        grads.p_in_bias, grads.g_in_bias, grads.p_out_bias, grads.g_out_bias,
+        *(torch.empty(size, dtype=torch.float32, device=planes[0].device) for size in (inner, outer)),
+    )  # fmt: skip
+
+
+def _matrices_and_norms(w: Weights) -> tuple[Tensor, ...]:
+    matrices = w.p_in_weight, w.g_in_weight, w.p_out_weight, w.g_out_weight
+    return *matrices, w.norm_in_weight, w.norm_in_bias, w.norm_out_weight, w.norm_out_bias
 
 
 def _norm_gradients(

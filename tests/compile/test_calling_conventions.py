@@ -13,7 +13,7 @@ from test_compiler import FakeCuda, _kept
 
 from tpf_jit.compiler import KernelSpec, compile_kernel
 from tpf_jit.loader import load
-from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.templates import registry
 
 BITS = {"bfloat16": (FakeCuda.BFLOAT16, 16), "float32": (FakeCuda.FLOAT, 32)}
@@ -116,3 +116,26 @@ def test_backward(crop: int, dim: int, bias_dtype: str, mask: str) -> None:
     assert accepted(query, *inputs, x.stats(), x.wide(), x.planes(), 0.2, 5, 132)
     frozen = function_of("triangle_attention_backward_query_sm90", shape, dbias=False)
     assert accepted(frozen, *inputs, x.stats(), x.wide(), None, 0.2, 1, 132)
+
+
+@pytest.mark.parametrize("channels, hidden, dtype, biases", [(128, 128, "float32", False), (96, 160, "bfloat16", True)])
+def test_finish(channels: int, hidden: int, dtype: str, biases: bool) -> None:
+    """As `layout_backward.finish_operands` passes them: any number of splits, weights anywhere, planes on 16 bytes."""
+    shape = TriangleMultiplicationShape(64, channels, hidden, weight_dtype=dtype)
+    finish = function_of("triangle_multiplication_finish_sm90", shape, bias=biases, norm_dtype="float32")
+    c, d, odd = channels, hidden, (1 << 32) + BITS[dtype][1] // 8
+
+    def weights() -> list[object]:
+        matrices = [tensor(size, dtype, address=odd) for size in ((2 * d, c), (2 * d, c), (c, d), (c, c))]
+        return matrices + [tensor((size,), "float32", address=(1 << 32) + 4) for size in (c, c, d, d)]
+
+    def planes(front: int, back: int, sums: int | None = None, address: int = 1 << 32) -> list[object]:
+        made = [tensor((front, 2 * d, 2 * c), "float32", address=address), tensor((sums or front, 2 * d, 2), "float32")]
+        return made + [tensor((back, c, d + c), "float32"), tensor((back, c, 2), "float32")]
+
+    of_biases = [tensor((size,), dtype, address=odd) if biases else None for size in (2 * d, 2 * d, c, c)]
+    rest = (*weights(), *of_biases, tensor(((4 * d + c) // 2, 2, c), "float32"), tensor((c // 2, 2, d), "float32"), 132)
+    assert accepted(finish, *weights(), *planes(66, 132), *rest)
+    assert accepted(finish, *weights(), *planes(1, 7), *rest)
+    assert not accepted(finish, *weights(), *planes(66, 132, sums=65), *rest), "sums of other splits"
+    assert not accepted(finish, *weights(), *planes(66, 132, address=(1 << 32) + 4), *rest), "misaligned planes"

@@ -27,6 +27,7 @@ from tpf_jit.templates.triangle_multiplication.workload_backward import (
     FrontBackwardWorkload,
     FrontWeightsWorkload,
 )
+from tpf_jit.templates.triangle_multiplication.workload_finish import FinishWorkload
 
 pytestmark = pytest.mark.gpu
 
@@ -98,11 +99,63 @@ def test_backward_stages(fields: dict, family: str, direction: str) -> None:
     agree(workload, kernel.function)
 
 
+@shapes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_finishing(fields: dict, family: str, biases: bool) -> None:
+    shape = TriangleMultiplicationShape(**fields)
+    workload = FinishWorkload(shape, DEVICE, family=family, projection_biases=biases)
+    agree(workload, finish_of(shape, biases))
+
+
+def finish_of(shape: TriangleMultiplicationShape, biases: bool, norm_dtype: str = "float32"):
+    return kernels.get_kernel(f"{shape.op}/finish", shape, (("bias", biases), ("norm_dtype", norm_dtype))).function
+
+
+@pytest.mark.parametrize("channels, hidden", [(128, 128), (96, 160), (32, 64), (256, 256), (512, 512)])
+@pytest.mark.parametrize("splits", [(1, 1), (2, 7), (33, 8), (66, 132), (256, 31)], ids=str)
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")], ids="-".join)
+def test_finishing_any_number_of_splits(channels: int, hidden: int, splits: tuple, dtypes: tuple) -> None:
+    """And any dtypes, with biases."""
+    matrices, norms = dtypes
+    shape = TriangleMultiplicationShape(8, channels, hidden, weight_dtype=matrices)
+    workload = FinishWorkload(shape, DEVICE, projection_biases=True, splits=splits, norm_dtype=norms)
+    agree(workload, finish_of(shape, True, norms))
+
+
+def test_finishing_weights_and_gradients_that_lie_anywhere() -> None:
+    """Weights may be parts of a flat buffer: their kernel reads them an element at a time."""
+    shape = TriangleMultiplicationShape(8, 96, 160, weight_dtype="bfloat16")
+    workload = FinishWorkload(shape, DEVICE, projection_biases=True, splits=(66, 9))
+    function = finish_of(shape, True, "bfloat16")
+    data = workload.make_inputs(0)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
+
+    moved = data._replace(weights=type(data.weights)(*map(shifted, data.weights)))
+    found, again = workload.run(function, data), workload.run(function, moved)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+def test_pytorch_and_the_kernel_finish_alike() -> None:
+    """In a whole step: PyTorch finishes where one weight is frozen, and differs by roundings."""
+    x = OperatorWorkload(TriangleMultiplicationShape(130, mask="bool"), DEVICE).make_inputs(0)
+    found = []
+    for frozen in (None, "norm_out_bias"):
+        leaves = {name: w.clone().requires_grad_(name != frozen) for name, w in x.weights._asdict().items() if w is not None}
+        out = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, **leaves)
+        wanted = [w for name, w in leaves.items() if name != "norm_out_bias"]
+        found.append(torch.autograd.grad(out, wanted, x.grad_out))
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm() / other.norm()) < 2e-6
+
+
 PRODUCTS = ("product_nt", "product_tn", "product_nn")
 
 
 @pytest.mark.parametrize("channels", [64, 128, 256])
-@pytest.mark.parametrize("name", ["fold", "front", "front_rows", *PRODUCTS, "back", "back_rows", *BACKWARD])
+@pytest.mark.parametrize("name", ["fold", "front", "front_rows", *PRODUCTS, "back", "back_rows", *BACKWARD, "finish"])
 def test_every_configuration(name: str, channels: int) -> None:
     template = registry.get(f"triangle_multiplication_{name}_sm90")
     # Several tiles for every CTA.

@@ -272,7 +272,7 @@ def test_compile_with_residual_takes_the_statistics_of_a_multiplication() -> Non
     assert not any(stats(wide)), "its backward is PyTorch's"
     trained = api.compile(TriangleMultiplicationShape(96), residual=True, training=True)
     assert [kernel.spec for kernel in trained[: len(kept)]] == [kernel.spec for kernel in kept]
-    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 6
+    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 7
 
 
 def test_compile_refuses_other_architectures() -> None:
@@ -416,7 +416,7 @@ def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, m
     monkeypatch.setattr(kernels, "function_of", function_of)
     warmed = api.warmup(TriangleMultiplicationShape(2048, 32, 64))
     assert [kernel.spec.template.removeprefix("triangle_multiplication_") for kernel in warmed] == [
-        "fold_sm90", "front_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
+        "fold_sm90", "front_rows_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
     ]
     assert len(seen) == 5 and [residual for *_, residual in seen[3:]] == [False, True]
     assert all(max(shape) <= 64 for _, shape, _ in seen[1:])
@@ -449,7 +449,7 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
     found = [kernel.spec.template for kernel in api._of_training(shape)]
-    backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_backward", "front_weights"]
+    backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_backward", "front_weights", "finish"]
     assert found == [f"fake_{name}" for name in ["fold", "front", "product_tn", "back", "back", *backward]]
     assert [flags for _, flags in asked[:5]] == [
         {"bias": False}, {}, {}, *({"residual": added, "stats": True} for added in (False, True)),

@@ -94,9 +94,10 @@ def test_rows_say_what_runs_in_their_pass(monkeypatch, shape):
     for name in ("backward", "both"):
         facts = peer.ready(shape, inputs, name)
         assert list(facts["config"]) == list(forward["config"]) and facts["config_from"] == "default"
-        families = ["back_backward", "back_weights", left, right, "front_backward", "front_weights"]
+        families = ["back_backward", "back_weights", left, right, "front_backward", "front_weights", "finish"]
         assert list(facts["backward"]) == families
-        assert all(one["config"] and one["config_from"] == "default" for one in facts["backward"].values())
+        assert all(one["config_from"] == "default" for one in facts["backward"].values())
+        assert [name for name, one in facts["backward"].items() if not one["config"]] == ["finish"], "nothing to choose"
         json.dumps(facts)
     wide = dataclasses.replace(shape, channels=288)
     assert "up to 256" in peer.ready(wide, inputs, "both")["backward"]["pytorch path"]
@@ -198,6 +199,12 @@ def test_failures_and_absences_have_reasons():
     assert absent["miniworld_residual"] == "miniworld_engine is not installed"
     with pytest.raises(MeasurementFailed, match="31.00 GiB"):
         run(impls=("crash",))
+
+
+def test_replays_need_a_gpu():
+    settings = dataclasses.replace(QUICK, replay=True)
+    with pytest.raises(MeasurementFailed, match="replays need a CUDA device"):
+        bench_multiplication([SHAPE], ("forward",), settings, device="cpu", command="tpf-jit bench trimul --replay")
 
 
 def test_wrong_arguments_are_refused():

@@ -22,6 +22,7 @@ from tpf_jit.templates.triangle_multiplication.workload_backward import (
     FrontBackwardWorkload,
     FrontWeightsWorkload,
 )
+from tpf_jit.templates.triangle_multiplication.workload_finish import FinishWorkload
 
 Shape = TriangleMultiplicationShape
 KINDS = {
@@ -342,6 +343,68 @@ def test_unrounded_row_sums_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(layout, "fold", careless)
     errors = workload.errors(workload.run(emulation.front_backward, far), workload.reference(far))
     assert errors["dz"] > workload.bounds()["dz"]
+
+
+# Gradients of weights from the planes
+
+
+FINISH_CASES = [
+    ((1, 1), "float32", "float32", False), ((3, 5), "float32", "float32", True), ((66, 132), "bfloat16", "float32", True),
+    ((2, 7), "bfloat16", "bfloat16", False), ((40, 3), "bfloat16", "", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("splits", "dtype", "norms", "biases"), FINISH_CASES)
+def test_finishing_is_inside_the_bounds(splits: tuple[int, int], dtype: str, norms: str, biases: bool, family: str) -> None:
+    options = dict(family=family, projection_biases=biases, splits=splits, norm_dtype=norms)
+    workload = FinishWorkload(Shape(64, 32, 96, weight_dtype=dtype), "cpu", **options)
+    assert isinstance(workload, Workload)
+    data = workload.make_inputs(1)
+    assert data.weights.norm_in_weight.dtype == getattr(torch, norms or dtype)
+    assert layout_backward.kernel_finishes(data.weights, [True] * 12)
+    found = workload.run(emulation.finish, data)
+    errors, bounds = workload.errors(found, workload.reference(data)), workload.bounds()
+    assert errors.keys() == bounds.keys() and len(bounds) == (12 if biases else 8)
+    assert all(errors[name] <= bounds[name] for name in bounds), (errors, bounds)
+    matrices = [getattr(data.weights, f"{name}_weight") for name in ("p_in", "g_in", "p_out", "g_out")]
+    assert workload.bytes_per_set == sum(x.nbytes for x in (*data[1:], *matrices, *matrices))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", ["a split", "a sum's split", "a row", "a norm's row", "rounded sums", "the shift"])
+def test_wrong_finishing_is_seen(wrong: str, dtype: str) -> None:
+    workload = FinishWorkload(Shape(64, 64, 32, weight_dtype=dtype), "cpu", projection_biases=True, splits=(66, 40))
+    data = workload.make_inputs(1)
+
+    def careless(*arguments) -> None:
+        given = list(arguments)
+        if wrong == "a split":
+            given[8] = given[8][:-1]
+            given[9] = given[9][:-1]
+        if wrong == "a sum's split":
+            given[11] = given[11].clone()
+            given[11][-1] = 0
+        if wrong == "rounded sums":
+            given[8] = given[8].bfloat16().float()
+        if wrong == "the shift":
+            given[5] = torch.zeros_like(given[5])
+        emulation.finish(*given)
+        if wrong == "a row":
+            given[12][3] = 0
+        if wrong == "a norm's row":
+            given[16] -= given[0][5].float() * given[8].sum(0)[5, :64]
+
+    errors, bounds = workload.errors(workload.run(careless, data), workload.reference(data)), workload.bounds()
+    assert any(errors[name] > bounds[name] for name in bounds)
+
+
+def test_finish_workloads_take_the_splits_of_the_weight_kernels() -> None:
+    assert FinishWorkload(Shape(384), "cpu", num_ctas=132).splits == (66, 132)
+    assert FinishWorkload(Shape(1), "cpu", num_ctas=132).splits == (1, 1)
+    assert FinishWorkload(Shape(384, 512, 512), "cpu", num_ctas=132).splits == FinishWorkload(
+        Shape(384, 256, 256), "cpu", num_ctas=132
+    ).splits
 
 
 # The whole

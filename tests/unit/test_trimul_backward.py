@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from multiplication_emulation import EmulatedKernels
+from multiplication_emulation import EmulatedKernels, NoPlans
 from test_trimul_ops import ALL, BF16, DIRECTIONS, LAYOUTS, call, gradients, leaves, peak_of, run
 from torch.utils.checkpoint import checkpoint
 
 from tpf_jit.errors import ColdKernelInCapture, FallbackWarning, NotDifferentiable
-from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_routing, routing
+from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_plans, multiplication_routing, routing
 from tpf_jit.ops import multiplication_fallback as fallback
 from tpf_jit.ops import triangle_multiplication as ops
 from tpf_jit.ops.multiplication_launch import Keep, Saved
@@ -23,14 +23,14 @@ from tpf_jit.ops.triangle_multiplication import triangle_multiplication
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention.workload import relative_rms
-from tpf_jit.templates.triangle_multiplication import layout, reference
+from tpf_jit.templates.triangle_multiplication import layout, layout_backward, reference
 from tpf_jit.templates.triangle_multiplication.inputs import Inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 # Roundings of folded weights, factors, x and their gradients, in small tensors that average few of them.
 OUT, GRADIENT = 8e-3, 1.6e-2
 FRONT = ["fold", "front", "product_nt", "back"]
-BACK = ["back_weights", "back_backward", "product_nn", "product_tn", "front_weights", "front_backward"]
+BACK = ["back_weights", "back_backward", "product_nn", "product_tn", "front_weights", "front_backward", "finish"]
 
 
 def too_wide(shape) -> str | None:
@@ -45,6 +45,7 @@ def machine(monkeypatch) -> EmulatedKernels:
     monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", too_wide)
     monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(multiplication_plans, "_plans", NoPlans())
     return emulated
 
 
@@ -164,6 +165,7 @@ def test_only_what_is_needed_is_computed(kernels, index: int, recompute: bool) -
         "back_weights": name not in {"z", *BEHIND} or name.startswith("norm_in"),
         "front_weights": name in BEHIND,
         "front_backward": name == "z",
+        "finish": False,
     } | dict.fromkeys(("back_backward", "product_nn", "product_tn"), name == "z" or name in BEHIND)
     again = ["front", "product_nt"] if recompute else []
     assert ran(kernels) == FRONT + again + [kernel for kernel in BACK if expected[kernel]]
@@ -189,7 +191,7 @@ def saved_by(make) -> list[torch.Tensor]:
 
 def test_what_is_saved(kernels) -> None:
     factors, contraction, stats = (1, 2, 64, 9, 16), (1, 64, 9, 16), (1, 9, 9, 2)
-    small = [stats, stats, (32 * (5 * 64 + 32),), (2 * 64 + 32, 4)]
+    small = [stats, stats, (5 * 64 + 32, 32), (2 * 64 + 32, 4)]
     x = leaves(call(mask="bool"))
     given = {t.data_ptr() for t in (x.z, x.mask, *x.weights) if t is not None}
 
@@ -356,6 +358,85 @@ def test_a_missing_kernel_of_the_backward(machine, family: str, recompute: bool)
     out.backward(x.grad_out)
     assert ran(machine) == FRONT
     check_gradients(x)
+
+
+def test_without_a_kernel_that_finishes_pytorch_does(kernels) -> None:
+    x = call(mask="bool")
+    expected = step(x)
+    assert ran(kernels) == FRONT + BACK
+    kernels.missing = {multiplication_routing.FINISH}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert equal(step(x, recompute=True), expected), "another call, so its kernels are looked for again"
+    assert ran(kernels) == [*FRONT, "front", "product_nt", *BACK[:-1]]
+
+
+KINDS_OF_WEIGHTS = {
+    "usual": ({}, True), "bfloat16_matrices": (dict.fromkeys(["p_in", "g_in", "p_out", "g_out"], BF16), True),
+    "one_bfloat16_matrix": ({"g_in": BF16}, False), "all_bfloat16": (dict.fromkeys(Weights._fields, BF16), True),
+    "one_bfloat16_norm": ({"norm_in_weight": BF16}, False), "bfloat16_norms": ({"norm_in": BF16, "norm_out": BF16}, False),
+    "one_float64_matrix": ({"p_out": torch.float64}, False),
+    "no_norm": ({"norm_out_weight": None}, False), "a_norms_bias": ({"norm_in_bias": None}, False),
+    "some_biases": ({"g_out_bias": None}, False), "another_bias": ({"g_out_bias": BF16}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS_OF_WEIGHTS)
+def test_which_weights_a_kernel_finishes(kernels, name: str) -> None:
+    changes, served = KINDS_OF_WEIGHTS[name]
+    x = call(biases=name != "no_norm")
+
+    def changed(field: str, w: torch.Tensor | None) -> torch.Tensor | None:
+        known = {key: to for key, to in changes.items() if field == key or field in (f"{key}_weight", f"{key}_bias")}
+        to = next(iter(known.values()), torch.float32)
+        return None if w is None or to is None else w.to(to)
+
+    x = leaves(Inputs(x.z, None, Weights(*map(changed, Weights._fields, x.weights)), x.grad_out))
+    assert layout_backward.kernel_finishes(x.weights, [True] * 12) == served
+    run(x).backward(x.grad_out)
+    assert ran(kernels) == FRONT + (BACK if served else BACK[:-1])
+    if served:
+        norms = "bfloat16" if name == "all_bfloat16" else "float32"
+        assert kernels.asked[-1] == (multiplication_routing.FINISH, {"bias": True, "norm_dtype": norms})
+    with torch.no_grad():
+        _, grads = reference.multiplication_backward(x.grad_out, x.z, "outgoing", x.mask, x.weights)
+    for field, w in x.weights._asdict().items():
+        assert w is None or w.grad.dtype == w.dtype and relative_rms(w.grad, getattr(grads, field)) < GRADIENT
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_a_frozen_weight_is_finished_by_pytorch(index: int) -> None:
+    weights, needed = call(biases=True).weights, [True] * 13
+    assert multiplication_backward.steps(weights, [False, *needed[1:]]).finish == (("bias", True), ("norm_dtype", "float32"))
+    needed[1 + index] = False
+    assert multiplication_backward.steps(weights, needed).finish is None
+    bare, needed = call().weights, [True] * 13
+    needed[1 + index] = False
+    found = multiplication_backward.steps(bare, needed).finish
+    assert found == ((("bias", False), ("norm_dtype", "float32")) if bare[index] is None else None)
+
+
+def test_what_a_training_step_is_prepared_for() -> None:
+    """Norms of bf16 matrices are bf16 in some models and float32 in others."""
+    finish = {}
+    for dtype in ("float32", "bfloat16"):
+        found = multiplication_backward.all_variants(TriangleMultiplicationShape(64, weight_dtype=dtype))
+        assert len(set(found)) == len(found) and [family for family, _ in found[:7]][-1] == multiplication_routing.FINISH
+        finish[dtype] = [dict(flags) for family, flags in found if family == multiplication_routing.FINISH]
+    narrow, wide = ({"bias": False, "norm_dtype": dtype} for dtype in ("bfloat16", "float32"))
+    assert finish == {"float32": [wide], "bfloat16": [narrow, wide]}
+
+
+def test_gradients_of_transposed_weights(kernels) -> None:
+    x = call()
+    expected = step(x)
+    w = x.weights.p_in_weight.t().contiguous().t().requires_grad_()
+    other = leaves(x)
+    other = Inputs(other.z, None, other.weights._replace(p_in_weight=w), None)
+    kernels.ran.clear()
+    run(other).backward(x.grad_out)
+    assert ran(kernels) == FRONT + BACK
+    assert w.grad.stride() == w.stride() and torch.equal(w.grad, expected["p_in_weight"])
 
 
 @pytest.mark.parametrize("family", ["fold", "front", "back"])

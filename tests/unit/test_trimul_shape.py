@@ -193,8 +193,8 @@ def test_a_plan_has_each_measurement_once_and_names_what_has_no_choice() -> None
     both = [TriangleMultiplicationShape(64, direction=direction) for direction in ("outgoing", "incoming")]
     planned = cells.plan(both)
     assert len({cell.key for cell in planned.cells}) == len(planned.cells) == 9 and not planned.refused
-    assert all(cell.direction != "fold" and cell.shape.direction == "outgoing" for cell in planned.cells)
-    refused = cells.plan(both, ["fold"])
+    assert all(cell.direction not in ("fold", "finish") and cell.shape.direction == "outgoing" for cell in planned.cells)
+    refused = cells.plan(both, ["fold", "finish"])
     assert not refused.cells and all("one configuration" in reason for _, reason in refused.refused)
     found = [each for _, each in cells.inference_cells(both)]
     assert found == ["front", "product_nt", "back", "product_tn"]

@@ -5,6 +5,7 @@
     two products       the gradients of a and b from dx
     front_backward     dz; skipped where z needs none
     front_weights      sums for p_in, g_in and norm_in; skipped where those are frozen
+    finish             gradients of the weights from the sums; in PyTorch for some kinds of weights (`kernel_finishes`)
 
 Without a gradient of z, p_in, g_in or norm_in only back_weights runs. A forward that saved neither the contraction nor the
 factors gets both again from its own front and contraction kernels.
@@ -22,7 +23,7 @@ from tpf_jit.kernels import Flags
 from tpf_jit.ops import multiplication_routing, routing
 from tpf_jit.ops.launch import on_device
 from tpf_jit.ops.multiplication_launch import Saved
-from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
@@ -40,6 +41,8 @@ class Steps(NamedTuple):
     z: bool
     front_weights: bool
     back_weights: bool
+    finish: Flags | None
+    """Of the kernel that ends it; None where PyTorch does, or there are no gradients of weights."""
 
     @property
     def through(self) -> bool:
@@ -51,7 +54,10 @@ def steps(weights: Weights, needed: Sequence[bool]) -> Steps:
     """The steps for the gradients of (z, *weights) that are `needed`; absent weights have none."""
     given = zip(Weights._fields, weights, needed[1:], strict=True)
     wanted = {name for name, x, need in given if need and x is not None}
-    return Steps(bool(needed[0]), bool(wanted & _FRONT), bool(wanted & _BACK))
+    finish = None
+    if layout_backward.kernel_finishes(weights, needed[1:]):
+        finish = multiplication_routing.finish_flags(layout.has_biases(weights), dtype_name(weights.norm_in_weight.dtype))
+    return Steps(bool(needed[0]), bool(wanted & _FRONT), bool(wanted & _BACK), finish)
 
 
 class Kernels(NamedTuple):
@@ -67,6 +73,7 @@ class Kernels(NamedTuple):
     right: routing.Launch | None
     front_backward: routing.Launch | None
     front_weights: routing.Launch | None
+    finish: routing.Launch | None
 
 
 def variants(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool]) -> tuple[tuple[str, Flags, bool], ...]:
@@ -84,22 +91,30 @@ def variants(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool,
         (multiplication_routing.FRONT, (), again),
         (multiplication_routing.contraction(shape.direction), (), not has_x),
         *((family, (), run) for family, run in zip(families, runs, strict=True)),
+        (multiplication_routing.FINISH, take.finish or (), take.finish is not None),
     )
 
 
 def all_variants(shape: TriangleMultiplicationShape) -> list[tuple[str, Flags]]:
-    """(family, flags) of a backward in which everything has a gradient and nothing is made again."""
-    return [(family, flags) for family, flags, runs in variants(shape, Steps(True, True, True), (True, True)) if runs]
+    """(family, flags) of backwards in which everything has a gradient, nothing is made again and projections have no biases; the
+    norms have the matrices' dtype, or are float32."""
+    found = {}
+    for norm_dtype in (shape.weight_dtype, "float32"):
+        take = Steps(True, True, True, multiplication_routing.finish_flags(False, norm_dtype))
+        found |= dict.fromkeys((family, flags) for family, flags, runs in variants(shape, take, (True, True)) if runs)
+    return list(found)
 
 
 def find(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], device: torch.device) -> Kernels | str:
-    """The kernels for some steps, loaded, or why there is none; arguments as for `variants`. Raises as `routing.find_kernel`;
-    nothing has been launched then."""
+    """The kernels for some steps, loaded, or why there is none (but for finish, which PyTorch does as well); arguments as for
+    `variants`. Raises as `routing.find_kernel`; nothing has been launched then."""
     found = []
     for family, flags, runs in variants(shape, take, saved):
         launch = routing.find_kernel(family, shape, flags, device) if runs else None
         if isinstance(launch, str):
-            return launch
+            if family != multiplication_routing.FINISH:
+                return launch
+            launch = None
         found.append(launch)
     return Kernels(shape.direction == "outgoing", *found)
 
@@ -149,7 +164,7 @@ def backward(
                 if target is not dz:
                     dz.copy_(target)
         if found.back_weights is not None or found.front_weights is not None:
-            grads = layout_backward.finish(weights, *front_sums, *back_sums, needed[1:])
+            grads = _weight_gradients(found.finish, weights, (*front_sums, *back_sums), needed[1:])
     return [dz, *(z.new_empty(0) if grad is None else grad for grad in grads)]
 
 
@@ -186,3 +201,20 @@ def _sums(
     parts = planes_empty(z, hidden, launch.splits)
     launch.function(*arguments, *parts, launch.splits, launch.num_ctas)
     return parts
+
+
+def _weight_gradients(
+    launch: routing.Launch | None, weights: Weights, sums: tuple[Tensor | None, ...], needed: Sequence[bool]
+) -> Weights:
+    """From planes and sums of front and back the gradients, laid out as their weights are."""
+    if launch is None:
+        return layout_backward.finish(weights, *sums, needed)
+    grads, arguments = layout_backward.finish_operands(weights, *sums)
+    launch.function(*arguments, launch.num_ctas)
+    laid = (None if grad is None else _like(w, grad) for w, grad in zip(weights, grads, strict=True))
+    return Weights(*laid)
+
+
+def _like(weight: Tensor, grad: Tensor) -> Tensor:
+    """A contiguous gradient in the layout of its weight."""
+    return grad if weight.is_contiguous() else torch.empty_like(weight).copy_(grad)

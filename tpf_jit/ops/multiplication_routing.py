@@ -19,6 +19,7 @@ FRONT = "triangle_multiplication/front"
 BACK = "triangle_multiplication/back"
 FRONT_BACKWARD = "triangle_multiplication/front_backward"
 BACK_BACKWARD = "triangle_multiplication/back_backward"
+FINISH = "triangle_multiplication/finish"
 
 _GRADIENT_PRODUCTS = {"outgoing": ("nn", "tn"), "incoming": ("nt", "nn")}
 
@@ -40,7 +41,8 @@ def factor_products(direction: str) -> tuple[str, str]:
 
 
 def backward_families(shape: TriangleMultiplicationShape) -> tuple[str, ...]:
-    """The families of the kernels of one backward, in the order of their launches."""
+    """The families of the kernels that one backward needs, in the order of their launches. FINISH, which ends it, is not among
+    them: PyTorch does its part as well."""
     products = factor_products(shape.direction)
     return BACK_BACKWARD, routing.BACK_WEIGHTS, *products, FRONT_BACKWARD, routing.FRONT_WEIGHTS
 
@@ -48,6 +50,11 @@ def backward_families(shape: TriangleMultiplicationShape) -> tuple[str, ...]:
 def fold_flags(bias: bool) -> tuple:
     """Flags of a fold kernel, as `kernels.get_kernel` takes them; front and products have none."""
     return (("bias", bias),)
+
+
+def finish_flags(bias: bool, norm_dtype: str) -> tuple:
+    """Flags of a finish kernel, likewise."""
+    return ("bias", bias), ("norm_dtype", norm_dtype)
 
 
 def back_flags(residual: bool, stats: bool = False) -> tuple:
