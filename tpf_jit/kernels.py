@@ -39,6 +39,9 @@ _loading: dict[KernelSpec, threading.Lock] = {}
 _kernels: dict[tuple[str, Any, Flags], Kernel] = {}
 _default_store: list[ObjectStore] = []
 
+generation = 0
+"""Grows whenever memoised choices are dropped: what a caller keeps of them is good for one generation."""
+
 
 class Kernel:
     """One kernel for one problem. Creating it neither compiles nor loads.
@@ -209,16 +212,20 @@ def default_store() -> ObjectStore:
 
 def forget() -> None:
     """Drop every memoised choice, failure and loaded function, as in a new process. `Kernel` objects in use stay valid."""
+    global generation
     with _lock:
         for table in (_functions, _failures, _loading, _kernels):
             table.clear()
         _default_store.clear()
+        generation += 1
 
 
 def reload_choices() -> None:
     """Drop memoised choices, so that the next `get_kernel` asks the dispatcher again; loaded functions stay."""
+    global generation
     with _lock:
         _kernels.clear()
+        generation += 1
 
 
 def _load(spec: KernelSpec, store: ObjectStore) -> Launch:

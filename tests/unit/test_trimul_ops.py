@@ -12,7 +12,7 @@ from functools import partial
 import multiplication_emulation
 import pytest
 import torch
-from multiplication_emulation import EmulatedKernels
+from multiplication_emulation import EmulatedKernels, NoPlans
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tpf_jit
 from tpf_jit.errors import FallbackWarning, InvalidInput, NotDifferentiable
 from tpf_jit.ops import multiplication_fallback as fallback
-from tpf_jit.ops import multiplication_routing, routing
+from tpf_jit.ops import multiplication_plans, multiplication_routing, routing
 from tpf_jit.ops import triangle_multiplication as ops
 from tpf_jit.ops.multiplication_fallback import Rule
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
@@ -637,6 +637,7 @@ def kernels(monkeypatch) -> EmulatedKernels:
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
     monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(multiplication_plans, "_plans", NoPlans())
     return emulated
 
 
@@ -832,9 +833,9 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     found = tpf_jit.explain(z, mask=x.mask, p_in_weight=weight)
     key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
     assert (found.path, found.shape) == ("kernel", key) and "product_nt" in found.template
-    names = ("fold", "front", "product_nt", "back")
+    names = ("fold", "front_rows", "product_nt", "back")
     assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90" for name in names)
-    assert "  forward    fold_sm90, front_sm90, product_nt_sm90, back_sm90\n" in str(found)
+    assert "  forward    fold_sm90, front_rows_sm90, product_nt_sm90, back_sm90\n" in str(found)
     assert "dtype" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")

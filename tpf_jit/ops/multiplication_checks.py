@@ -60,6 +60,16 @@ def check(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | N
         raise InvalidInput.of("residual", came, f"z's {_size(z)} in a floating-point dtype on {z.device}")
 
 
+def check_canonical(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: tuple) -> None:
+    """All checks for the operators, which take one rank only; `rule` begins with the direction and eps."""
+    if not is_canonical(z, mask):
+        came = f"shapes {tuple(z.shape)}, {None if mask is None else tuple(mask.shape)}"
+        raise InvalidInput.of("z, mask", came, "four and three axes here; tpf_jit.triangle_multiplication takes the other ranks")
+    check_direction(rule[0])
+    check_eps(rule[1])
+    check(z, mask, weights, residual)
+
+
 def check_pair(z: Tensor, mask: Tensor | None) -> None:
     """The same for z, floating, `(*, N, N, C)`, and the mask, boolean, integer or floating, broadcastable to `(*, N, N)`."""
     if z.dim() < 3 or z.shape[-3] != z.shape[-2] or z.shape[-1] == 0:

@@ -101,7 +101,7 @@ def forward(
         z_stats, factors = layout.stats_empty(z), layout.factors_empty(operands.z, weights.hidden)
         found.front.function(*operands.front(factors, z_stats), eps, found.front.num_ctas)
         x = layout.contraction_empty(operands.z, weights.hidden)
-        found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
+        found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
         factors = factors if keep.factors else None
         in_place = out is not None and layout.complies(out)
         target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
@@ -111,7 +111,30 @@ def forward(
         found.back.function(*operands.back(z_stats, x, residual, target, x_stats), eps, found.back.num_ctas)
         if out is not None and not in_place:
             out.copy_(target)
-    small = (z_stats, x_stats, matrices, terms) if keep.stats else ()
-    if not keep.stats:
-        x = x[..., : z.shape[1]]
-    return target if out is None else out, Saved(x if keep.x else None, factors, *small)
+    if out is None:
+        out = target
+    if keep.stats:
+        return out, Saved(x if keep.x else None, factors, z_stats, x_stats, matrices, terms)
+    return out, Saved(x[..., : z.shape[1]] if keep.x else None, factors)
+
+
+def write_over(
+    found: Kernels, z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, eps: float
+) -> None:
+    """`forward` over z, of which autograd is told."""
+    forward(found, z, mask, weights, apart(residual, z), eps, out=z)
+    if not z.is_inference():
+        # PyTorch does not see what a kernel writes, and z may be saved for some other backward.
+        torch.autograd.graph.increment_version(z)
+
+
+def apart(residual: Tensor | None, z: Tensor) -> Tensor | None:
+    """A residual that can be read while z is written: of another view of it, parts would be overwritten before they are read."""
+    if residual is None or residual is z or not torch._C._is_alias_of(residual, z) or _is_same(residual, z):
+        return residual
+    return residual.clone()
+
+
+def _is_same(x: Tensor, z: Tensor) -> bool:
+    """Whether both are the same view of the same memory."""
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (z.data_ptr(), z.shape, z.stride(), z.dtype)

@@ -11,15 +11,18 @@ On a Hopper GPU and with bf16 activations the forward is four kernels (`multipli
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tpf_jit.errors import InvalidInput, NotDifferentiable
-from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_routing, routing
+from tpf_jit.ops import multiplication_backward, multiplication_launch, multiplication_plans, multiplication_routing, routing
 from tpf_jit.ops import multiplication_checks as checks
 from tpf_jit.ops import multiplication_fallback as fallback
 from tpf_jit.ops.multiplication_fallback import Rule
 from tpf_jit.ops.multiplication_launch import Keep, Saved
+from tpf_jit.ops.multiplication_plans import Plan
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates.triangle_multiplication.layout import (
     Weights,
@@ -111,6 +114,10 @@ def triangle_multiplication(
         norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias,
         norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias,
     )  # fmt: skip
+    key = multiplication_plans.key_of(z, mask, weights, residual, direction, recompute, inplace)
+    plan = multiplication_plans.known(key)
+    if plan is not None and type(eps) is float and 0.0 < eps < math.inf:
+        return _planned(plan, z, mask, weights, residual, Rule(direction, eps, z.dtype), inplace)
     checks.check_types(z, mask, weights, residual)
     checks.check_direction(direction)
     eps = checks.check_eps(eps)
@@ -123,20 +130,31 @@ def triangle_multiplication(
     if not checks.is_canonical(z, mask):
         z, mask = checks.canonical(z, mask)
         residual = z if residual is given else None if residual is None else checks.merge_pair(residual)
-    if inplace:
+        key = multiplication_plans.key_of(z, mask, weights, residual, direction, recompute, inplace)
+        plan = multiplication_plans.known(key)
+    if plan is None and key is not None:
+        plan = multiplication_plans.make(key, z, mask, weights, residual, rule)
+    if plan is not None:
+        out = _planned(plan, z, mask, weights, residual, rule, inplace)
+    elif inplace:
         _inplace_op(z, mask, *weights, residual, *rule)
-        return given
-    out, _ = _forward_op(z, mask, *weights, residual, *rule, False, bool(recompute))
-    return checks.split_leading(out, leading)
+    else:
+        out, _ = _forward_op(z, mask, *weights, residual, *rule, False, bool(recompute))
+    return given if inplace else checks.split_leading(out, leading)
 
 
-def _check_canonical(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule) -> None:
-    if not checks.is_canonical(z, mask):
-        came = f"shapes {tuple(z.shape)}, {None if mask is None else tuple(mask.shape)}"
-        raise InvalidInput.of("z, mask", came, "four and three axes here; tpf_jit.triangle_multiplication takes the other ranks")
-    checks.check_direction(rule.direction)
-    checks.check_eps(rule.eps)
-    checks.check(z, mask, weights, residual)
+def _planned(
+    plan: Plan, z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: Rule, inplace: bool
+) -> Tensor:
+    """A call of canonical rank on the kernels of its plan: what the operators do, without the dispatcher."""
+    if plan.needed is not None:
+        (out,) = _Forward.apply(plan, z, mask, *weights, residual, *rule, *_options(False, not plan.keep.x))
+        return out
+    with torch._C._AutoDispatchBelowAutograd():
+        if inplace:
+            multiplication_launch.write_over(plan.forward, z, mask, weights, residual, rule.eps)
+            return z
+        return multiplication_launch.forward(plan.forward, z, mask, weights, residual, rule.eps)[0]
 
 
 def _split(arguments: tuple) -> tuple[Weights, Tensor | None, Rule, tuple]:
@@ -193,7 +211,7 @@ def _find_backward(
 def _forward(z, mask, *arguments):
     """The forward operator: the update, and what is kept of `Saved` in its order; `_options` has the rest."""
     weights, residual, rule, options = _split(arguments)
-    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_canonical(z, mask, weights, residual, rule)
     found, keep = _find(z, mask, weights, residual, rule, options), _kept(weights, options)
     if found is not None:
         out, saved = multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, keep)
@@ -207,7 +225,7 @@ def _forward(z, mask, *arguments):
 
 def _forward_fake(z, mask, *arguments):
     weights, residual, rule, options = _split(arguments)
-    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_canonical(z, mask, weights, residual, rule)
     keep = _kept(weights, options)
     batch, crop, _, _ = z.shape
     out = torch.empty(z.shape, dtype=fallback.result_dtype(rule.dtype, residual), device=z.device)
@@ -222,28 +240,18 @@ def _forward_fake(z, mask, *arguments):
 def _inplace(z, mask, *arguments):
     """The forward over z."""
     weights, residual, rule, _ = _split(arguments)
-    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_canonical(z, mask, weights, residual, rule)
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
-    if residual is not None and torch._C._is_alias_of(residual, z) and not _is_same(residual, z):
-        residual = residual.clone()  # parts of it would be overwritten before they are read
     found = _find(z, mask, weights, residual, rule)
     if found is None:
-        fallback.forward(z, mask, weights, residual, rule, False, out=z)
+        fallback.forward(z, mask, weights, multiplication_launch.apart(residual, z), rule, False, out=z)
         return
-    multiplication_launch.forward(found, z, mask, weights, residual, rule.eps, out=z)
-    if not z.is_inference():
-        # PyTorch does not see what a kernel writes, and z may be saved for some other backward.
-        torch.autograd.graph.increment_version(z)
-
-
-def _is_same(x: Tensor, z: Tensor) -> bool:
-    """Whether both are the same view of the same memory."""
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (z.data_ptr(), z.shape, z.stride(), z.dtype)
+    multiplication_launch.write_over(found, z, mask, weights, residual, rule.eps)
 
 
 def _inplace_fake(z, mask, *arguments):
     weights, residual, rule, _ = _split(arguments)
-    _check_canonical(z, mask, weights, residual, rule)
+    checks.check_canonical(z, mask, weights, residual, rule)
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
 
 
@@ -275,18 +283,23 @@ def _backward_fake(grad_out, z, mask, *arguments):
 
 class _Forward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z, mask, *arguments):
+    def forward(ctx, plan, z, mask, *arguments):
+        """`plan` is that of a plain call; without one the operators serve."""
         weights, residual, rule, options = _split(arguments)
         keep, recompute, _ = _options(*options)
-        need_z, _, *others = ctx.needs_input_grad
+        _, need_z, _, *others = ctx.needs_input_grad
         needed = [need_z, *others[:_COUNT]]
-        # From what torch.compile may assume of symbolic sizes too; that a kernel cannot be had shows only when it runs.
-        reason = multiplication_routing.backward_reason(z, weights.p_in_weight, residual, rule.direction, rule.dtype)
-        options = (keep or any(needed) and not recompute, recompute, needed if any(needed) and reason is None else None)
-        with torch._C._AutoDispatchBelowAutograd():
-            out, left = _forward_op(z, mask, *weights, residual, *rule, *options)
-        saved = _named(left, _kept(weights, options))
-        ctx.rule, ctx.residual_dtype = rule, None if residual is None else residual.dtype
+        if plan is not None:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, saved = multiplication_launch.forward(plan.forward, z, mask, weights, residual, rule.eps, plan.keep)
+        else:
+            # From what torch.compile may assume of symbolic sizes too; that a kernel cannot be had shows only when it runs.
+            reason = multiplication_routing.backward_reason(z, weights.p_in_weight, residual, rule.direction, rule.dtype)
+            options = (keep or any(needed) and not recompute, recompute, needed if any(needed) and reason is None else None)
+            with torch._C._AutoDispatchBelowAutograd():
+                out, left = _forward_op(z, mask, *weights, residual, *rule, *options)
+            saved = _named(left, _kept(weights, options))
+        ctx.plan, ctx.rule, ctx.residual_dtype = plan, rule, None if residual is None else residual.dtype
         if any(needed):
             ctx.save_for_backward(z, mask, *weights, *(saved._replace(x=None) if recompute else saved))
         ctx.set_materialize_grads(False)
@@ -301,16 +314,24 @@ class _Forward(torch.autograd.Function):
         count = len(ctx.needs_input_grad)
         if grad_out is None:
             return (None,) * count
-        need_z, _, *others = ctx.needs_input_grad
+        _, need_z, _, *others = ctx.needs_input_grad
         needed = [need_z, *others[:_COUNT]]
         grads = [None] * (_COUNT + 1)
         if any(needed):
             saved = ctx.saved_tensors
-            given, more = saved[: _COUNT + 3], saved[_COUNT + 3 :]  # z, mask, weights, x; what else kernels left
-            found = _backward_op(grad_out, *given, *ctx.rule, needed, *more)
+            if multiplication_plans.holds_for_backward(ctx.plan, needed, grad_out, saved):
+                z, mask, *rest = saved
+                weights, left = Weights(*rest[:_COUNT]), Saved(*rest[_COUNT:])
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = multiplication_backward.backward(
+                        ctx.plan.backward, grad_out, z, mask, weights, left, ctx.rule.eps, needed
+                    )
+            else:
+                given, more = saved[: _COUNT + 3], saved[_COUNT + 3 :]  # z, mask, weights, x; what else kernels left
+                found = _backward_op(grad_out, *given, *ctx.rule, needed, *more)
             grads = [grad if need else None for grad, need in zip(found, needed, strict=True)]
         of_residual = grad_out.to(ctx.residual_dtype) if others[_COUNT] else None
-        return grads[0], None, *grads[1:], of_residual, *(None,) * (count - _COUNT - 3)
+        return None, grads[0], None, *grads[1:], of_residual, *(None,) * (count - _COUNT - 4)
 
 
 def _named(left: list[Tensor], keep: Keep) -> Saved:
@@ -346,7 +367,7 @@ def _wanted(arguments: tuple) -> bool:
 
 def _forward_autograd(z, mask, *arguments):
     if _wanted((z, *arguments)):
-        out, *saved = _Forward.apply(z, mask, *arguments)
+        out, *saved = _Forward.apply(None, z, mask, *arguments)
         return out, saved
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(z, mask, *arguments)
