@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from tpf_jit.cli import report as command
 from tpf_jit.errors import DatabaseError
+from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.tune import html_report, html_report_facts
+from tpf_jit.tune.html_report_facts import Work, work
 from tpf_jit.tune.html_report_svg import Chart, Series, bars, number
 from tpf_jit.tuning_db import contents
 from tpf_jit.tuning_db.rows import cell_key
@@ -250,6 +252,34 @@ def test_other_operations_and_empty_databases() -> None:
     assert "There are no rows." in "".join(empty.text) and "svg" not in empty.tags
     only_failed = page(timed(256, 0, status="compile_error", detail="no"))
     assert "Nothing has a winner yet." in only_failed.text and only_failed.table("template")[1][1] == "compile_error"
+
+
+def test_multiplications_are_counted_named_and_drawn() -> None:
+    def measured(crop: int, direction: str, us: float, **fields):
+        return trial(TriangleMultiplicationShape(crop, **fields), us, direction)
+
+    front = work(TriangleMultiplicationShape(100, 64, 32, mask="float"), "front")
+    assert front == Work(4 * 2 * 100**2 * 64 * 32, 100**2 * (2 * 64 + 2 * 2 * 32 + 4), 2 * 100**2 * 32)
+    for name in ("nt", "tn", "nn"):
+        product = work(TriangleMultiplicationShape(100, 64, 32), f"product_{name}")
+        assert product == Work(2 * 100**3 * 32, 3 * 2 * 100**2 * 32, 0)
+    back = work(TriangleMultiplicationShape(100, 64, 32), "back")
+    assert back == Work(2 * 100**2 * (32 * 64 + 64 * 64), 2 * 100**2 * (32 + 64 + 64), 100**2 * 64)
+    assert work(TriangleMultiplicationShape(100), "back_weights") is None
+    parsed = page(
+        *(measured(crop, "product_nt", crop / 2, channels=channels) for crop in (1024, 256, 512) for channels in (64, 128)),
+        measured(256, "front", 90.0, mask="float"), measured(256, "back_weights", 50.0),
+    )  # fmt: skip
+    rows = [row for table in parsed.tables for row in table if row[0].startswith("N=")]
+    named = [row[0] for row in rows if "outgoing bfloat16 weights float32" in row[0]]
+    assert named[named.index("N=256 C=64 outgoing bfloat16 weights float32") :][:3] == [
+        f"N={crop} C=64 outgoing bfloat16 weights float32" for crop in (256, 512, 1024)
+    ]
+    assert "N=256 C=128 outgoing bfloat16 weights float32 float mask" in named
+    speed = 2 * 256**3 * 64 / 128.0 / 1e6
+    assert any(row[0] == "N=256 C=64 outgoing bfloat16 weights float32" and row[3] == number(speed) for row in rows)
+    assert {"C=64", "C=128"} <= set(parsed.text)
+    assert "1 problems have no count of their work" in "".join(parsed.text)
 
 
 def test_one_line_a_head_dim_and_one_chart_a_kind() -> None:

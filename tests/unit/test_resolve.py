@@ -431,7 +431,7 @@ def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_answer_from_memory_costs_two_microseconds(ten_thousand: Path) -> None:
-    """The bound here leaves room for loaded test machines; the figure is printed."""
+    """An idle machine takes a sixth of the bound, so it holds on a loaded one too; the figure is printed."""
     dispatcher = Dispatcher(ten_thousand, shipped=False, device=H200, registry=FakeRegistry())
     problems = [shape(crop=crop) for crop in range(100, 228)]
     start = time.perf_counter()
@@ -455,7 +455,7 @@ def test_an_answer_from_memory_costs_two_microseconds(ten_thousand: Path) -> Non
         f"10,000 rows: first answer {1e3 * first:.0f} ms, a new problem {1e6 * search:.0f} us, "
         f"a known one {1e6 * best:.2f} us"
     )
-    assert best < 10e-6
+    assert best <= 2e-6
     assert first < 3
 
 
@@ -521,7 +521,7 @@ def test_a_multiplication_shares_across_direction_and_borrows_across_crop_and_ma
     ):  # fmt: skip
         found = dispatcher.resolve("triangle_multiplication", "front", TriangleMultiplicationShape(**fields))
         assert found.source == source, (fields, found.note)
-        assert (found.config.tile_n == 96) == (source != "default")
+        assert (found.template_name == template.name and found.config.tile_n == 96) == (source != "default")
 
 
 def test_what_another_device_measured_is_borrowed_across_the_mask_too(answer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import many_fakes
 import pytest
@@ -15,6 +16,7 @@ from tpf_jit.errors import InvalidInput
 from tpf_jit.shape import TriangleAttentionShape, preset
 from tpf_jit.templates import registry
 from tpf_jit.tune import cells, node
+from tpf_jit.tune.report import Result
 from tpf_jit.tune.summary import CellReport, Summary, united
 
 SHAPE = TriangleAttentionShape(crop=384)
@@ -102,6 +104,12 @@ class TestSummary:
             ]
             assert whole.idle_share == pytest.approx(0.2)
             assert [each.cell for each in whole.unfinished] == ["b"]
+
+    @pytest.mark.parametrize("tried, said", [(0, "nothing was tried"), (1, "every configuration that was tried failed")])
+    def test_a_cell_without_a_winner_says_why(self, tried, said):
+        rows = [SimpleNamespace(grade="search", status="wrong", session="s")] * tried
+        result = Result(ToyShape(64), "forward", "a", "toy", None, rows, "s", "interrupted", 1.0, 0.0, "analytic", {})
+        assert CellReport.of(result).detail == said
 
     def test_it_travels_as_json(self):
         summary = Summary((CellReport("a", "complete", us=1.5, config={"tile": 64}),), 3.0, 3.0, 2.0, 7, restarts=1)

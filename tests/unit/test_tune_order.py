@@ -60,6 +60,20 @@ def test_the_nearest_cell_lends_its_ranking():
     assert order.plan(CONFIGS, list(CONFIGS), found) == list(reversed(CONFIGS))
 
 
+def test_rankings_of_near_cells_take_turns_and_the_nearest_begins():
+    def rows(crop, *numbers):
+        return [trial(CONFIGS[number], 1.0 + place, ToyShape(crop)) for place, number in enumerate(numbers)]
+
+    crops = {80: (3, 7, 1), 96: (5, 3, 9), 128: (11, 5, 0), 144: (2, 4, 6), 160: (8, 10, 12)}
+    given = [row for crop, numbers in crops.items() for row in rows(crop, *numbers)] + rows(4096, 15)
+    found = order.around(ToyShape(64), "forward", MODEL, given)
+    assert [each.cell for each in found] == [f"toy/N{crop}/I8/forward" for crop in (80, 96, 128, 144)]
+    assert found[0] == order.nearest(ToyShape(64), "forward", MODEL, given)
+    planned = order.plan(CONFIGS, list(CONFIGS), *found)
+    assert planned[:9] == [CONFIGS[number] for number in (3, 5, 11, 2, 7, 4, 1, 9, 0)]
+    assert sorted(planned, key=str) == sorted(CONFIGS, key=str)
+
+
 def test_what_the_neighbour_does_not_know_follows_and_what_is_illegal_here_is_left_out():
     known = [CONFIGS[5], ToyConfig(256, 9), CONFIGS[3]]
     found = order.nearest(ToyShape(64), "forward", MODEL, [trial(config, i + 1.0) for i, config in enumerate(known)])

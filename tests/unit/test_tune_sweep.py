@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from tune_fakes import (
@@ -384,6 +385,33 @@ def test_an_old_gpu_has_nothing_to_tune(monkeypatch):
     monkeypatch.setattr(device, "current_device", lambda index=None: a100)
     with pytest.raises(NoKernel, match="A100"):
         tune(SHAPE)
+
+
+def test_tables_that_ship_are_read_once_and_again_when_they_change(tmp_path, monkeypatch):
+    """The GPU waits while they are read, and every cell of a sweep asks."""
+    from types import SimpleNamespace
+
+    from tpf_jit.tune import sweep
+    from tpf_jit.tuning_db import merge, reader
+
+    tune(SHAPE, max_trials=2, options=options(install(), ToyTimer()))
+    with TuningStore() as store:
+        store.export(tmp_path / "shipped.jsonl")
+        expected = {row.id: row for row in store.trials()}
+    read = []
+    honest = merge.read_lines
+    monkeypatch.setattr(reader, "shipped_files", lambda: [tmp_path / "shipped.jsonl"])
+    monkeypatch.setattr(merge, "read_lines", lambda path: read.append(path) or honest(path))
+    template = next(iter(expected.values())).template
+    assert expected
+    for _ in range(3):
+        assert set(sweep.shipped_rows(SimpleNamespace(name=template))) == set(expected)
+        assert sweep.shipped_rows(SimpleNamespace(name="another")) == {}
+    assert len(read) == 1
+    (tmp_path / "shipped.jsonl").write_text("not a table\n")
+    os.utime(tmp_path / "shipped.jsonl", (1, 1))
+    assert sweep.shipped_rows(SimpleNamespace(name=template)) == {}
+    assert len(read) == 2
 
 
 def test_a_compile_that_takes_too_long_has_its_own_status():

@@ -7,6 +7,7 @@ Every number comes from rows. Charts are inline SVG with a tooltip on each point
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tpf_jit import __version__
+from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.tune import html_report_facts as facts
 from tpf_jit.tune.html_report_facts import PEAKS, Cell
 from tpf_jit.tune.html_report_style import STYLE
@@ -139,22 +141,22 @@ def _runners_up(members: list[Cell]) -> str:
 def _speed(cells: list[Cell]) -> str:
     known = [cell for cell in cells if cell.shape is not None]
     if not known:
-        return "<p>No triangle-attention problem has a winner.</p>"
+        return "<p>No problem of a triangle operation has a winner.</p>"
     figures = []
     for title, members in _grouped(known, _kind).items():
         times, speeds = [], []
-        for colour, (dim, line) in enumerate(sorted(_grouped(members, lambda cell: cell.shape.head_dim).items())):
+        for colour, (dim, line) in enumerate(_by_width(members)):
             line = sorted(line, key=lambda cell: cell.shape.crop)
-            tip = [f"N={cell.shape.crop} D={dim}: {number(cell.best.us)} us, {_config(cell.best.config)}" for cell in line]
+            tip = [f"N={cell.shape.crop} {dim}: {number(cell.best.us)} us, {_config(cell.best.config)}" for cell in line]
             timed = [(cell.shape.crop, cell.best.us, text) for cell, text in zip(line, tip, strict=True)]
-            times.append(Series(f"D={dim}", timed, "line", colour))
-            rated = [(c.shape.crop, c.tflops, f"N={c.shape.crop} D={dim}: {number(c.tflops)} TFLOP/s") for c in line if c.tflops]
-            speeds.append(Series(f"D={dim}", rated, "line", colour))
+            times.append(Series(dim, timed, "line", colour))
+            rated = [(c.shape.crop, c.tflops, f"N={c.shape.crop} {dim}: {number(c.tflops)} TFLOP/s") for c in line if c.tflops]
+            speeds.append(Series(dim, rated, "line", colour))
         ticks = [(crop, str(crop)) for crop in _spread(sorted({cell.shape.crop for cell in members}))]
         one = Chart(f"Time against N: {title}", "N", "us", True, True, ticks, series=times)
         two = Chart(f"Speed against N: {title}", "N", "TFLOP/s", True, False, ticks, True, series=speeds)
         figures += [_figure(f"{title}: time", one.svg()), _figure(f"{title}: TFLOP/s", two.svg())]
-    return _note("Winners; one line a head dim.") + f"<div class='charts'>{''.join(figures)}</div>"
+    return _note("Winners; one line a head dim (D) or width (C).") + f"<div class='charts'>{''.join(figures)}</div>"
 
 
 def _parameters(cells: list[Cell]) -> str:
@@ -200,9 +202,9 @@ def _roofline(cells: list[Cell]) -> str:
     for (model, family), members in _grouped(rated, lambda cell: (cell.model, cell.family)).items():
         peaks = PEAKS.get(members[0].best.device_name)
         series = []
-        for colour, (dim, points) in enumerate(sorted(_grouped(members, lambda cell: cell.shape.head_dim).items())):
+        for colour, (dim, points) in enumerate(_by_width(members)):
             dots = [(c.work.intensity, c.tflops, f"{_problem(c)}: {_share(c)}") for c in points]
-            series.append(Series(f"D={dim}", dots, "points", colour))
+            series.append(Series(dim, dots, "points", colour))
         if peaks is not None:
             series += _roofs(peaks, members)
         title, size = f"Roofline, {family}, {model}", (760, 380)
@@ -230,10 +232,11 @@ def _roofs(peaks: tuple[float, float, float], members: list[Cell]) -> list[Serie
     start = min(low, ridge / 2)
     roof = [(start, start * memory / 1e12, ""), (ridge, dense / 1e12, ""), (high, dense / 1e12, "")]
     series = [Series("dense bf16", roof, "roof", None)]
-    for colour, (dim, alike) in enumerate(sorted(_grouped(members, lambda cell: cell.shape.head_dim).items())):
-        limit = alike[0].work.flop / alike[0].work.exps * exps / 1e12
+    for colour, (dim, alike) in enumerate(_by_width(members)):
+        least = alike[0].work
+        limit = least.flop / least.exps * exps / 1e12 if least.exps else math.inf
         if limit < 0.99 * dense / 1e12:
-            series.append(Series(f"exp, D={dim}", [(limit * 1e12 / memory, limit, ""), (high, limit, "")], "roof", colour))
+            series.append(Series(f"exp, {dim}", [(limit * 1e12 / memory, limit, ""), (high, limit, "")], "roof", colour))
     return series
 
 
@@ -314,8 +317,22 @@ def _grouped(items: Iterable[Any], key: Any) -> dict[Any, list[Any]]:
     return dict(groups)
 
 
+def _by_width(members: list[Cell]) -> list[tuple[str, list[Cell]]]:
+    """("D=32", those cells) and so on, narrow ones first."""
+    groups = sorted(_grouped(members, lambda cell: facts.width(cell.shape)).items())
+    return [(f"{letter}={size}", cells) for (letter, size), cells in groups]
+
+
+def _multiplication(shape: TriangleMultiplicationShape) -> str:
+    hidden = f" D={shape.hidden}" * (shape.hidden != shape.channels)
+    mask = f" {shape.mask} mask" * (shape.mask != "none")
+    return f"{hidden} {shape.direction} {shape.dtype} weights {shape.weight_dtype}{mask}"
+
+
 def _kind(cell: Cell) -> str:
     shape = cell.shape
+    if isinstance(shape, TriangleMultiplicationShape):
+        return f"{cell.family}, {cell.model}: B={shape.batch}{_multiplication(shape)}"
     rows = "I=N" if shape.rows == shape.crop else f"I={shape.rows}"
     mask = "" if shape.mask == "none" else f", {shape.mask} mask"
     return f"{cell.family}, {cell.model}: B={shape.batch} {rows} H={shape.heads}, {shape.dtype}, bias {shape.bias_dtype}{mask}"
@@ -325,6 +342,8 @@ def _problem(cell: Cell) -> str:
     shape = cell.shape
     if shape is None:
         return cell.name
+    if isinstance(shape, TriangleMultiplicationShape):
+        return f"B={shape.batch} " * (shape.batch != 1) + f"N={shape.crop} C={shape.channels}{_multiplication(shape)}"
     head = f"B={shape.batch} " * (shape.batch != 1) + f"N={shape.crop} " + f"I={shape.rows} " * (shape.rows != shape.crop)
     tail = f" bias {shape.bias_dtype}" * (shape.bias_dtype != shape.dtype) + f" {shape.mask} mask" * shape.has_mask
     return f"{head}H={shape.heads} D={shape.head_dim} {shape.dtype}{tail}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tpf_jit import resolve
 from tpf_jit.errors import NoKernel, TpfError
-from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import canonical_json
 from tpf_jit.tuning_db import trust
@@ -133,7 +133,10 @@ def cells(trials: Iterable[TrialRow]) -> list[Cell]:
 
 
 def work(shape: Any, direction: str) -> Work | None:
-    """Least work of a triangle-attention kernel; None for other operations, and for kernels without a matrix product."""
+    """Least work of a kernel of a triangle operation; None for other operations, for kernels without a matrix product, and for
+    those of the multiplication's backward pass, whose work depends on what is recomputed."""
+    if isinstance(shape, TriangleMultiplicationShape):
+        return _multiplication_work(shape, direction)
     if not isinstance(shape, TriangleAttentionShape) or direction not in _PRODUCTS:
         return None
     queries = shape.batch * shape.rows * shape.heads * shape.crop
@@ -144,6 +147,25 @@ def work(shape: Any, direction: str) -> Work | None:
     if direction == "backward_query":
         moved += plane * 4  # the gradient of the bias, fp32
     return Work(2.0 * _PRODUCTS[direction] * shape.head_dim * scores, float(moved), float(scores))
+
+
+def _multiplication_work(shape: TriangleMultiplicationShape, direction: str) -> Work | None:
+    """z is read by front and back; front writes two factors, each product reads two and writes one, back writes the result. A
+    sigmoid is an exponential."""
+    pairs, c, d = shape.batch * shape.crop**2, shape.channels, shape.hidden
+    if direction == "front":
+        masks = pairs * (4 if shape.mask == "float" else 1) * (shape.mask != "none")
+        return Work(8.0 * pairs * c * d, float(2 * pairs * (c + 2 * d) + masks), 2.0 * pairs * d)
+    if direction.startswith("product_"):
+        return Work(2.0 * pairs * shape.crop * d, 6.0 * pairs * d, 0.0)
+    if direction == "back":
+        return Work(2.0 * pairs * c * (c + d), float(2 * pairs * (2 * c + d)), float(pairs * c))
+    return None
+
+
+def width(shape: Any) -> tuple[str, int]:
+    """What tells the lines of a chart apart: ("D", head dim) of attention, ("C", channels) of a multiplication."""
+    return ("C", shape.channels) if isinstance(shape, TriangleMultiplicationShape) else ("D", shape.head_dim)
 
 
 def parameters(members: list[Cell]) -> list[Parameter]:
@@ -233,12 +255,13 @@ def _parameter(name: str, entries: list[tuple[str, Mapping[str, Any], float]]) -
 
 
 def _shape(op: str, key: str) -> Any:
-    if op != TriangleAttentionShape.op:
-        return None
-    try:
-        return TriangleAttentionShape.parse(key)
-    except TpfError:
-        return None
+    for known in (TriangleAttentionShape, TriangleMultiplicationShape):
+        if op == known.op:
+            try:
+                return known.parse(key)
+            except TpfError:
+                return None
+    return None
 
 
 def _stale(winner: Winner, said: trust.Statements, present: dict[str, trust.Present]) -> list[str]:
@@ -252,5 +275,9 @@ def _stale(winner: Winner, said: trust.Statements, present: dict[str, trust.Pres
 
 def _order(cell: Cell) -> tuple:
     shape = cell.shape
-    size = () if shape is None else (shape.head_dim, shape.heads, shape.dtype, shape.bias_dtype, shape.mask, shape.crop)
+    size: tuple = ()
+    if isinstance(shape, TriangleAttentionShape):
+        size = (shape.head_dim, shape.heads, shape.dtype, shape.bias_dtype, shape.mask, shape.crop)
+    elif shape is not None:
+        size = (shape.channels, shape.hidden, shape.dtype, shape.weight_dtype, shape.mask, shape.direction, shape.crop)
     return (cell.model, cell.family, shape is None, size, cell.name)

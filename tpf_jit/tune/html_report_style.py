@@ -8,7 +8,7 @@ STYLE = """
   :root { --text: #e4e8ec; --faint: #9aa6b2; --line: #39424b; --panel: #1b2127; --page: #12161a; --bad: #ff9d94; --good: #7fd6a0;
     --c0: #6cb6ff; --c1: #ffa657; --c2: #56d4a5; --c3: #e39bd3; --c4: #e3cf5a; --c5: #a5a9ff; --c6: #ff9a94; --c7: #9fc0d0; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 1180px; background: var(--page); color: var(--text);
+body { margin: 0 auto; padding: 1.5rem; max-width: 1280px; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .4rem; }
 h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; } p { margin: .3rem 0 .8rem; max-width: 90ch; } .note { color: var(--faint); }

@@ -1,10 +1,10 @@
 """Which configuration to try next: enumeration in a good order where there are few, Optuna by ask-and-tell above.
 
 The order decides only how soon the answer is good, never what it is (few configurations: all are measured). It comes from the
-nearest tuned cell where there is one: its ranking transfers well between crops, between siblings of a chip, and from an older
-version of the template, while its winner alone does not. Otherwise, and behind what the neighbour knows, it is analytic: the
-template's own cost model if it has one (an optional method ``cost(shape, config) -> float``, lower first), else closeness to its
-default. A far neighbour is mixed with the analytic order instead of leading it.
+nearest tuned cells where there are any: rankings transfer well between crops, between siblings of a chip, and from an older
+version of the template, while one winner alone does not. Otherwise, and behind what the neighbours know, it is analytic: the
+template's own cost model if it has one (an optional method ``cost(shape, config) -> float``, lower first), else that of
+`tune.cost`, else closeness to its default. A far neighbour is mixed with the analytic order instead of leading it.
 
 A `Source` hands out configurations (`ask`) and learns what came of them (`tell`), also of those measured earlier or elsewhere.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import statistics
@@ -25,11 +26,14 @@ from typing import Any, Protocol
 from tpf_jit import nearest as neighbours
 from tpf_jit.device import sibling_class
 from tpf_jit.templates.base import canonical_json, config_to_dict
+from tpf_jit.tune import cost as cost_model
 
 THIN = 8
 """A neighbour with fewer measured configurations is passed over for one up to a distance of 1 further off."""
 FAR = 2.0
 """Distance from which a neighbour's order is only mixed in. 1 is a factor of two in the crop."""
+NEIGHBOURS = 4
+"""Cells nearer than `FAR` whose rankings take turns, as what is best may alternate with the crop: waves fill, or leave a gap."""
 FIELD_WEIGHTS = {"crop": 1.0, "rows": 0.25, "batch": 0.125}
 OTHER_WEIGHT = 0.5
 """Cost of a factor of two in a field of a shape, and of a differing text."""
@@ -79,9 +83,9 @@ class Neighbour:
 
 
 def analytic_order(template: Any, shape: Any, configs: Sequence[Any]) -> list[Any]:
-    """Configurations by the template's cost model, or by closeness to its default; the default comes first."""
+    """Configurations by a cost model (`tune.cost`), or by closeness to the default; the default comes first."""
     default = template.default(shape)
-    cost = getattr(template, "cost", None)
+    cost = cost_model.model(template)
 
     def key(config: Any) -> tuple:
         if config == default:
@@ -124,7 +128,12 @@ def shape_distance(a: Any, b: Any) -> float:
 
 
 def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Neighbour | None:
-    """The nearest tuned cell among trial rows of one template, on this device model before others.
+    """The nearest of the tuned cells that `around` finds; None without one."""
+    return next(iter(around(shape, direction, device, rows)), None)
+
+
+def around(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> list[Neighbour]:
+    """The nearest tuned cells among trial rows of one template, nearest first, on this device model before others.
 
     Args:
         shape: the problem to be tuned.
@@ -132,6 +141,9 @@ def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Nei
         device: its device model (`tuning_db.device_model`).
         rows: trial rows of the template, of any cell and device, less those that are current for this very cell (a sweep that
             resumes would else take its own beginning for a neighbour); rows without a time do not matter.
+
+    Returns:
+        Up to `NEIGHBOURS` that are nearer than `FAR`, or one that is not.
     """
     times: dict[tuple[str, str], dict[str, list[tuple[bool, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -156,16 +168,20 @@ def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Nei
         ranking = tuple(sorted(rank, key=lambda config: (*rank[config], config)))
         if math.isfinite(distance):
             found.append(Neighbour(cell, model, distance, ranking))
-    return min(found, key=lambda each: (each.distance + (len(each.ranking) < THIN), -len(each.ranking)), default=None)
+    found.sort(key=lambda each: (each.distance + (len(each.ranking) < THIN), -len(each.ranking)))
+    if not found or found[0].distance >= FAR:
+        return found[:1]
+    return [each for each in found if each.distance < FAR][:NEIGHBOURS]
 
 
-def plan(configs: Sequence[Any], analytic: Sequence[Any], neighbour: Neighbour | None) -> list[Any]:
-    """All of `configs` in the order to try them."""
-    if neighbour is None:
+def plan(configs: Sequence[Any], analytic: Sequence[Any], *near: Neighbour) -> list[Any]:
+    """All of `configs` in the order to try them, by the neighbours' rankings in turns."""
+    if not near:
         return list(analytic)
     legal = {config_json(config): config for config in configs}
-    borrowed = [legal[text] for text in neighbour.ranking if text in legal]
-    if neighbour.distance < FAR:
+    rankings = [[legal[text] for text in each.ranking if text in legal] for each in near]
+    borrowed = [config for turn in itertools.zip_longest(*rankings) for config in turn if config is not None]
+    if near[0].distance < FAR:
         return _unique([*borrowed, *analytic])
     mixed = [config for pair in zip(borrowed, analytic, strict=False) for config in pair]
     return _unique([*mixed, *borrowed, *analytic])

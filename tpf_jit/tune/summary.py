@@ -44,6 +44,7 @@ class CellReport:
     def of(cls, result: Result) -> CellReport:
         """The report of a finished `tune`."""
         best = result.best
+        nothing = "every configuration that was tried failed" if result.counts else "nothing was tried"
         won = {} if best is None else {"us": best.us, "config": dict(best.config), "grade": best.grade, "template": best.template}
         return cls(
             cell=result.cell,
@@ -53,7 +54,7 @@ class CellReport:
             new_trials=result.new_trials,
             elapsed_s=round(result.elapsed_s, 3),
             idle_s=round(result.idle_s, 3),
-            detail="" if best is not None else "every configuration that was tried failed",
+            detail="" if best is not None else nothing,
             **won,
         )
 

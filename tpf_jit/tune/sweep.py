@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tpf_jit.compiler import KernelSpec
@@ -334,20 +336,28 @@ def shipped_rows(template: Any) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for path in reader.shipped_files():
         try:
-            rows |= {name: row for name, row in merge.read_lines(path).trials.items() if row.template == template.name}
-        except TpfError as error:
+            rows |= _by_template(path, path.stat().st_mtime_ns).get(template.name, {})
+        except (TpfError, OSError) as error:
             _log.info("%s is left out of the order: %s", path.name, error)
     return rows
+
+
+@lru_cache(maxsize=8)
+def _by_template(path: Path, modified_ns: int) -> dict[str, dict[str, Any]]:
+    """Rows of a table that ships, by template and id. Kept: every cell of a sweep asks, and meanwhile the GPU waits."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in merge.read_lines(path).trials.items():
+        found.setdefault(row.template, {})[name] = row
+    return found
 
 
 def ordered_space(template: Any, shape: Any, direction: str, model: str, rows: Sequence[Any]) -> tuple[list[Any], str]:
     """(all legal configurations in the order to try them, where that order came from)."""
     configs = list(template.space(shape))
     analytic = order.analytic_order(template, shape, configs)
-    neighbour = order.nearest(shape, direction, model, rows)
-    if neighbour is None:
+    near = order.around(shape, direction, model, rows)
+    if not near:
         return analytic, "analytic"
-    mixed = " mixed with the analytic order" if neighbour.distance >= order.FAR else ""
-    origin = f"ranking of {neighbour.cell} on {neighbour.device} (distance {neighbour.distance:.2f}){mixed}"
-    return order.plan(configs, analytic, neighbour), origin
-
+    mixed = " mixed with the analytic order" if near[0].distance >= order.FAR else ""
+    names = ", ".join(f"{each.cell} on {each.device} (distance {each.distance:.2f})" for each in near)
+    return order.plan(configs, analytic, *near), f"ranking of {names}{mixed}"
