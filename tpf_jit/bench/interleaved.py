@@ -34,6 +34,7 @@ class RoundSettings:
         samples: samples a round.
         heat_s: seconds of load before the first sample.
         seed: of the inputs.
+        replay: capture every call in a CUDA graph, and time replays; what cannot be captured has no figures.
 
     Raises:
         InvalidInput: no round, or no sample.
@@ -44,6 +45,7 @@ class RoundSettings:
     samples: int = 20
     heat_s: float = 0.3
     seed: int = 0
+    replay: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rounds", "samples"):
@@ -71,6 +73,7 @@ class Measured:
             "l2": "rotated inputs",
             "interleaved": True,
             "peak_mib": "above the inputs",
+            **({"calls": "replayed from a CUDA graph each"} if settings.replay else {}),
             **method,
         }
         return {**record, "absent_peers": self.absent, "rows": self.rows}
@@ -175,7 +178,7 @@ class Problem:
                     continue
                 launches: list[Callable[[], Any]] = []
                 try:
-                    launches = self._launches(peer)
+                    launches = self._replays(peer) if self._settings.replay else self._launches(peer)
                     timing.heat(self._timer, launches, self._settings.heat_s / (1 if number == 0 else 10))
                     if peer.name not in group:
                         one = timing.median(self._timer.sample(launches, 3, 1, flush))
@@ -238,6 +241,29 @@ class Problem:
                 lambda one=one, out=out, leaves=leaves: torch.autograd.grad(out, leaves, one.grad, retain_graph=True)
             )
         return launches
+
+    def _replays(self, peer: Peer) -> list[Callable[[], Any]]:
+        """The same, each as the replay of a graph; a backward runs on the stream of its forward, so both are on one aside."""
+        import torch
+
+        device = torch.device(self._device)
+        if device.type != "cuda":
+            raise MeasurementFailed("replays need a CUDA device; leave --replay out")
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            launches = self._launches(peer)
+            for launch in launches:
+                launch()
+        torch.cuda.current_stream(device).wait_stream(side)
+        graphs = []
+        for launch in launches:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                launch()
+            graphs.append(graph)
+        # The call stays with its graph, which reads what the call holds.
+        return [lambda graph=graph, launch=launch: graph.replay() for graph, launch in zip(graphs, launches, strict=True)]
 
     def _forward(self, peer: Peer, inputs: Any) -> Any:
         import torch

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Directions = Annotated[str, typer.Option("--direction", help="outgoing, incoming, or both with a comma, for crops.")]
 PairMask = Annotated[str, typer.Option("--mask", help="none, bool or float, for crops.")]
+Replay = Annotated[bool, typer.Option("--replay", help="Time CUDA graphs of the calls; small crops are bound by launches else.")]
 
 
 def trimul(
@@ -31,6 +32,7 @@ def trimul(
     impls: Impls = None,
     rounds: Rounds = 10,
     samples: Samples = 20,
+    replay: Replay = False,
     device: Device = None,
     out: Out = None,
     json: Json = False,
@@ -40,7 +42,7 @@ def trimul(
 
     options = {"hidden": hidden, "batch": batch, "dtype": dtype, "weight_dtype": weight_dtype, "mask": mask}
     shapes = multiplication_shapes(crops, channels, direction, **options)
-    settings = RoundSettings(impls=words(impls) if impls else None, rounds=rounds, samples=samples)
+    settings = RoundSettings(words(impls) if impls else None, rounds, samples, replay=replay)
     record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say)
     finish(record, out, json, _table)
 
