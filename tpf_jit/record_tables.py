@@ -65,7 +65,7 @@ def _is_searched(record: Mapping[str, Any]) -> bool:
 
 
 def _problem(row: Mapping[str, Any]) -> tuple:
-    fields = ((name, value) for name, value in row.items() if name != "impl" and name not in _MEASURED)
+    fields = ((name, value) for name, value in row.items() if name not in ("impl", "binaries") and name not in _MEASURED)
     return tuple((name, _cell(value)) for name, value in fields if isinstance(value, (str, int)))
 
 
@@ -161,7 +161,7 @@ def _constants(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Fields that are the same in all of several rows."""
     if len(rows) < 2:
         return {}
-    measured = (*_MEASURED, "impl")
+    measured = (*_MEASURED, "impl", "binaries")
     shared = {name: _cell(value) for name, value in rows[0].items() if name not in measured and isinstance(value, (str, int))}
     return {name: value for name, value in shared.items() if all(_cell(row.get(name)) == value for row in rows)}
 
