@@ -276,6 +276,37 @@ def test_torch_compile_traces_the_operators_beside_a_plan(kernels, backward: boo
     assert equal(found, want)
 
 
+def test_a_default_device_costs_no_plan(kernels) -> None:
+    x = call()
+    run(x)
+    with torch.device("cpu"):
+        assert asked(kernels, lambda: run(x)) == 0
+    with torch.overrides.BaseTorchFunctionMode():
+        assert asked(kernels, lambda: run(x)) == 4
+
+
+def test_lazy_tensors_go_through_the_operators(kernels) -> None:
+    """Memory of a negated view holds the opposite; a plan would hand it to kernels as it is."""
+    x = call()
+    run(x)
+    opposite = -x.weights.p_out_weight
+    lazy = Inputs(x.z, x.mask, x.weights._replace(p_out_weight=torch._neg_view(opposite)), x.grad_out)
+    assert lazy.weights.p_out_weight.is_neg()
+    assert torch.equal(run(lazy), run(x)) and asked(kernels, lambda: run(lazy)) == 4
+    held = leaves(x)
+    out = run(held)
+    grads = torch.autograd.grad(out, [held.z], torch._neg_view(-x.grad_out.to(out.dtype)), retain_graph=True)
+    assert torch.equal(grads[0], torch.autograd.grad(out, [held.z], x.grad_out.to(out.dtype))[0])
+
+
+def test_plans_of_kernels_before_are_dropped(kernels) -> None:
+    for _ in range(3):
+        run(call())
+        registry_of_kernels.reload_choices()
+    run(call())
+    assert len(multiplication_plans._plans) == 1
+
+
 def test_double_backward_beside_a_plan(kernels) -> None:
     x = leaves(call())
     run(x).backward(x.grad_out)

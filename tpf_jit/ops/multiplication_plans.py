@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.utils._device
 from torch import Tensor
 
 from tpf_jit import kernels
@@ -39,15 +40,28 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def is_eager() -> bool:
-    """Whether nothing but autograd and autocast looks at what is called: no torch.compile, no mode, transform or trace."""
+    """Whether nothing but autograd, autocast and a default device looks at what is called: no torch.compile, no other mode, no
+    transform, no trace."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
+        and not _only_default_device()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def _only_default_device() -> bool:
+    """Whether the modes are `torch.set_default_device`'s, which no allocation here heeds."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return all(type(mode) is torch.utils._device.DeviceContext for mode in modes)
+
+
+def _is_lazy(x: Tensor) -> bool:
+    """Whether memory does not hold what x says: PyTorch negates it, or has not made its zeros, when an operator asks."""
+    return x.is_neg() or x._is_zerotensor()
 
 
 def key_of(
@@ -57,7 +71,7 @@ def key_of(
     tensors = (z, residual, mask, *weights)
     if not is_eager() or not _PLAIN.issuperset(map(type, tensors)) or z is None or type(direction) is not str:
         return None
-    if z.dim() != 4 or mask is not None and mask.dim() != 3:
+    if z.dim() != 4 or mask is not None and mask.dim() != 3 or any(x is not None and _is_lazy(x) for x in tensors):
         return None
     needed = None
     if torch.is_grad_enabled():
@@ -97,8 +111,8 @@ def make(key: tuple, z: Tensor, mask: Tensor | None, weights: Weights, residual:
         backward = multiplication_backward.find(shape, take, (keep.x, keep.factors), z.device)
     if isinstance(forward, str) or isinstance(backward, str):
         return None
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
+    if len(_plans) >= _MAX_PLANS or _plans and next(iter(_plans.values())).generation != generation:
+        _plans.clear()  # plans of generations before would never be found again
     plan = _plans[key] = Plan(generation, forward, keep, needed, backward)
     return plan
 
@@ -112,5 +126,6 @@ def holds_for_backward(plan: Plan | None, needed: list[bool], grad_out: Tensor, 
         and plan.needed == needed
         and not torch.is_grad_enabled()
         and type(grad_out) is Tensor
+        and not _is_lazy(grad_out)
         and _PLAIN.issuperset(map(type, saved))
     )
