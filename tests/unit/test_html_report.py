@@ -265,10 +265,18 @@ def test_multiplications_are_counted_named_and_drawn() -> None:
         assert product == Work(2 * 100**3 * 32, 3 * 2 * 100**2 * 32, 0)
     back = work(TriangleMultiplicationShape(100, 64, 32), "back")
     assert back == Work(2 * 100**2 * (32 * 64 + 64 * 64), 2 * 100**2 * (32 + 64 + 64), 100**2 * 64)
-    assert work(TriangleMultiplicationShape(100), "back_weights") is None
+    backward = {name: work(TriangleMultiplicationShape(100, 64, 32, mask="float"), name) for name in (
+        "back_backward", "back_weights", "front_backward", "front_weights")}  # fmt: skip
+    # Values and gates again, and as many products for the gradients.
+    assert [each.flop for each in backward.values()] == 2 * [2 * back.flop] + 2 * [2 * front.flop]
+    assert [each.exps for each in backward.values()] == 2 * [back.exps] + 2 * [front.exps]
+    assert [each.bytes / 100**2 for each in backward.values()] == [
+        2 * (3 * 64 + 2 * 32), 2 * (2 * 64 + 32), 2 * (3 * 64 + 2 * 32) + 4, 2 * (64 + 2 * 32) + 4
+    ]  # fmt: skip
+    assert work(TriangleMultiplicationShape(100), "fold") is None
     parsed = page(
         *(measured(crop, "product_nt", crop / 2, channels=channels) for crop in (1024, 256, 512) for channels in (64, 128)),
-        measured(256, "front", 90.0, mask="float"), measured(256, "back_weights", 50.0),
+        measured(256, "front", 90.0, mask="float"), measured(256, "fold", 50.0),
     )  # fmt: skip
     rows = [row for table in parsed.tables for row in table if row[0].startswith("N=")]
     named = [row[0] for row in rows if "outgoing bfloat16 weights float32" in row[0]]

@@ -1,7 +1,8 @@
 """How long a configuration should take, by arithmetic: ranks what nothing near has been measured for, before anything compiles.
 
 Whether a configuration is legal (registers, shared memory, shapes of the matrix instructions) is the template's word (`check`,
-`resources`); this says which of the legal ones to try first. For triangle attention, in clocks of an SM for one score:
+`resources`); this says which of the legal ones to try first. Triangle multiplications are modelled
+in `cost_multiplication`; triangle attention here, in clocks of an SM for one score:
 
     exponentials      1 / 16
     other arithmetic  `ALU` / 128
@@ -22,13 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tpf_jit.templates.base import config_to_dict
+from tpf_jit.tune import cost_multiplication
+from tpf_jit.tune.cost_sm90 import L2_BYTES, MMA_FLOP, SMS, WARPGROUP
 
-SMS = 132
-"""Of an H100 or H200 on SXM."""
-L2_BYTES = 64.0
-"""Bytes a clock that an SM reads from the L2."""
-MMA_FLOP = 4096.0
-"""Dense 16-bit FLOP a clock and SM."""
 ALU = 20.0
 """Instructions for a score beside its exponential."""
 STEP, CTA = 560.0, 630.0
@@ -39,9 +36,6 @@ WAITS, ALONE, STAGES = 0.3, 0.16, 0.01
 PRODUCTS = {"forward": 2, "forward_training": 3, "backward_key": 4, "backward_query": 3}
 """Matrix products of triangle attention's directions; training's forward takes P in two halves."""
 
-WARPGROUP = 64
-"""Queries, or keys, that a warpgroup owns."""
-
 
 def model(template: Any) -> Callable[[Any, Any], float] | None:
     """`(shape, config) -> cost`, lower first: the template's own method ``cost`` if it has one, else the one of this module; None
@@ -49,6 +43,8 @@ def model(template: Any) -> Callable[[Any, Any], float] | None:
     own = getattr(template, "cost", None)
     if own is not None:
         return own
+    if template.name in cost_multiplication.ROUNDS:
+        return lambda shape, config: cost_multiplication.clocks(template, shape, config)
     names = getattr(template.Config, "__dataclass_fields__", {})
     fits = "consumer_warpgroups" in names and ("tile_n" in names or "tile_m" in names)
     if template.op != "triangle_attention" or template.direction not in PRODUCTS or not fits:

@@ -133,8 +133,7 @@ def cells(trials: Iterable[TrialRow]) -> list[Cell]:
 
 
 def work(shape: Any, direction: str) -> Work | None:
-    """Least work of a kernel of a triangle operation; None for other operations, for kernels without a matrix product, and for
-    those of the multiplication's backward pass, whose work depends on what is recomputed."""
+    """Least work of a kernel of a triangle operation; None for other operations, and for kernels without a matrix product."""
     if isinstance(shape, TriangleMultiplicationShape):
         return _multiplication_work(shape, direction)
     if not isinstance(shape, TriangleAttentionShape) or direction not in _PRODUCTS:
@@ -150,17 +149,25 @@ def work(shape: Any, direction: str) -> Work | None:
 
 
 def _multiplication_work(shape: TriangleMultiplicationShape, direction: str) -> Work | None:
-    """z is read by front and back; front writes two factors, each product reads two and writes one, back writes the result. A
-    sigmoid is an exponential."""
+    """z is read by all but the products; front writes two factors, each product reads two and writes one, back reads x and writes
+    the result. The backward's kernels get neither values nor gates, so computing them counts: each multiplies twice what its
+    forward does. back_backward reads z, x and dout, and writes dx and the gate's share dzn; front_backward reads z, dzn and the
+    gradients of both factors, and writes dz; those of the weights read the same but dzn, and write little. Statistics and weights
+    are left out. A sigmoid is an exponential."""
     pairs, c, d = shape.batch * shape.crop**2, shape.channels, shape.hidden
-    if direction == "front":
-        masks = pairs * (4 if shape.mask == "float" else 1) * (shape.mask != "none")
-        return Work(8.0 * pairs * c * d, float(2 * pairs * (c + 2 * d) + masks), 2.0 * pairs * d)
+    masks = pairs * (4 if shape.mask == "float" else 1) * (shape.mask != "none")
+    front, back = 8.0 * pairs * c * d, 2.0 * pairs * c * (c + d)
+    found = {
+        "front": (front, 2 * pairs * (c + 2 * d) + masks, 2 * pairs * d),
+        "back": (back, 2 * pairs * (2 * c + d), pairs * c),
+        "back_backward": (2 * back, 2 * pairs * (3 * c + 2 * d), pairs * c),
+        "back_weights": (2 * back, 2 * pairs * (2 * c + d), pairs * c),
+        "front_backward": (2 * front, 2 * pairs * (3 * c + 2 * d) + masks, 2 * pairs * d),
+        "front_weights": (2 * front, 2 * pairs * (c + 2 * d) + masks, 2 * pairs * d),
+    }
     if direction.startswith("product_"):
         return Work(2.0 * pairs * shape.crop * d, 6.0 * pairs * d, 0.0)
-    if direction == "back":
-        return Work(2.0 * pairs * c * (c + d), float(2 * pairs * (2 * c + d)), float(pairs * c))
-    return None
+    return Work(*map(float, found[direction])) if direction in found else None
 
 
 def width(shape: Any) -> tuple[str, int]:

@@ -1,0 +1,110 @@
+"""The cost model of triangle multiplications ranks well what was measured on the H200, and its terms point the right way."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from tpf_jit.shape import TriangleMultiplicationShape, parse_key
+from tpf_jit.templates import registry
+from tpf_jit.tune import cost, cost_multiplication, order
+from tpf_jit.tuning_db import merge, reader
+from tpf_jit.tuning_db.rows import split_cell
+
+SHAPE = TriangleMultiplicationShape(768, 128, 128)
+DIRECTIONS = {
+    "front", "back", "product_nt", "product_tn", "product_nn", "back_backward", "back_weights", "front_backward", "front_weights",
+}  # fmt: skip
+
+
+def count(name: str, shape=SHAPE, **fields) -> cost_multiplication.Round:
+    template = registry.get(f"triangle_multiplication_{name}_sm90")
+    return cost_multiplication.ROUNDS[template.name](template, shape, replace(template.default(shape), **fields))
+
+
+def clocks(name: str, shape=SHAPE, **fields) -> float:
+    return count(name, shape, **fields).clocks()
+
+
+@pytest.mark.parametrize("name, better, worse", [
+    ("front_rows", {"consumer_warpgroups": 4, "tile_h": 32}, {"consumer_warpgroups": 2, "tile_h": 32}),  # waits are filled
+    ("front_rows", {"sets": 2}, {"sets": 1}),
+    ("front", {"tile_n": 64}, {"tile_n": 32}),  # weights are read from shared memory twice as often
+    ("front", {"tile_k": 128, "weight_stages": 4}, {"tile_k": 64, "weight_stages": 4}),  # half of the weights comes from L2
+    ("front", {"tile_k": 64, "weight_stages": 4}, {"tile_k": 64, "weight_stages": 2}),
+    ("back", {"stages": 2}, {"stages": 1}),
+    ("back_rows", {"consumer_warpgroups": 3, "tile_c": 32}, {"consumer_warpgroups": 2, "tile_c": 32}),
+    ("back_backward", {"pair_stages": 2}, {"pair_stages": 1}),
+    ("back_backward", {"tile_c": 32}, {"tile_c": 16}),
+    ("front_backward", {"operand_registers": 1}, {"operand_registers": 0}),
+    ("front_backward", {"weight_stages": 8}, {"weight_stages": 4}),
+    ("front_weights", {"tile_n": 64, "tiles": 1}, {"tile_n": 32, "tiles": 1}),
+    ("product_nt", {"tile_n": 128, "consumer_warpgroups": 2}, {"tile_n": 128, "consumer_warpgroups": 1}),
+    ("product_nt", {"stages": 6}, {"stages": 2}),
+])  # fmt: skip
+def test_terms_point_the_right_way(name, better, worse):
+    assert clocks(name, **better) < clocks(name, **worse)
+
+
+def test_a_product_takes_the_matrix_units_or_shared_memory():
+    # 64 by 128 by 64 at 4096 FLOP a clock; with 32 columns, 2 KB + 1 KB for every 16 of depth at 128 bytes a clock.
+    assert cost_multiplication.product(64, 128, 64) == 2 * 64 * 128 * 64 / 4096
+    assert cost_multiplication.product(64, 32, 64) == 4 * (2048 + 1024) / 128
+    assert cost_multiplication.product(64, 32, 64, registers=True) == 2 * 64 * 32 * 64 / 4096
+    assert cost_multiplication.product(128, 128, 64) == 2 * cost_multiplication.product(64, 128, 64)
+
+
+def test_rounds_and_tiles_are_whole():
+    # Rows of 768 are 12 tiles of 64: 9216 tiles, 3 a CTA. 130 pads to 192.
+    assert count("back_rows", consumer_warpgroups=3, tile_c=32).count == math.ceil(9216 / (3 * 132))
+    small = TriangleMultiplicationShape(130, 128, 128)
+    assert count("back_rows", small, consumer_warpgroups=2, tile_c=32).count == math.ceil(130 * 3 / (2 * 132))
+    # 128 channels of 6 by 3 results of 128 by 256; apart, each of two warpgroups has a task of 128 by 128.
+    assert count("product_tn", tile_n=256, consumer_warpgroups=2, apart=0).count == math.ceil(128 * 18 / 132)
+    apart = count("product_tn", tile_n=128, consumer_warpgroups=2, apart=1)
+    assert apart.count == math.ceil(128 * 36 / (2 * 132)) and apart.mma == 2 * cost_multiplication.product(64, 128, 768)
+    # Two CTAs for the 256 rows of the front's weights: 66 shares of 768 * 12 tiles.
+    assert count("front_weights", tile_n=64, tiles=1, consumer_warpgroups=2).count == math.ceil(768 * 12 / 66)
+
+
+def test_every_template_but_fold_and_finish_has_the_model():
+    modelled = {each.name for each in registry.templates() if each.name in cost_multiplication.ROUNDS}
+    assert modelled == set(cost_multiplication.ROUNDS)
+    assert {registry.get(name).direction for name in modelled} == DIRECTIONS
+    shapes = [SHAPE, *(TriangleMultiplicationShape(n, c, d) for n, c, d in ((100, 64, 32), (33, 256, 256), (1500, 96, 64)))]
+    for name in sorted(modelled):
+        template = registry.get(name)
+        for shape in shapes:
+            for config in template.space(shape) if template.supports(shape)[0] else ():
+                value = cost.model(template)(shape, config)
+                assert math.isfinite(value) and value > 0, (name, shape, config)
+
+
+def test_few_trials_find_the_best_of_what_ships():
+    """Without any measurement, and without the default: how soon the model's order is within 2 % of the fastest."""
+    measured: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for path in reader.shipped_files():
+        for row in merge.read_lines(path).trials.values():
+            if row.template in cost_multiplication.ROUNDS and row.grade == "final" and row.status == "ok":
+                measured[row.cell, row.template][order.canonical_json(row.config)] = row.median_us
+    trials: dict[int, list[int]] = defaultdict(list)
+    for (cell, name), times in measured.items():
+        shape, template = parse_key(split_cell(cell)[1]), registry.get(name)
+        model = cost.model(template)
+        ordered = sorted(template.space(shape), key=lambda config: model(shape, config))
+        good = [number for number, config in enumerate(ordered, 1) if _time(times, config) <= 1.02 * min(times.values())]
+        trials[shape.channels].append(min(good, default=len(ordered) + 1))
+    found = [number for numbers in trials.values() for number in numbers]
+    print({channels: [sum(number <= n for number in numbers) for n in (1, 2, 3, 4)] for channels, numbers in trials.items()})
+    assert len(found) >= 90 and len(trials[128]) >= 50
+    # At 128 channels all configurations have been measured, elsewhere the first few that neighbours proposed.
+    assert sum(number <= 2 for number in trials[128]) >= 0.9 * len(trials[128])
+    assert sum(number <= 3 for number in trials[128]) >= 0.95 * len(trials[128])
+    assert sum(number <= 3 for number in found) >= 0.85 * len(found)
+
+
+def _time(times: dict[str, float], config) -> float:
+    return times.get(order.config_json(config), math.inf)
