@@ -2,7 +2,9 @@
 calling convention; for weights that fit on an SM.
 
 A warpgroup takes a tile of 64 pairs (i, j) of one i, of z and of x, into registers, as the operands of all its products, and
-gives the shared memory back at once: see front_rows_sm90.py, whose warp roles and order of work these are.
+gives the shared memory back at once: see front_rows_sm90.py, whose order of work this is.
+
+Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights, once.
 """
 
 import cuda.bindings.driver as cuda

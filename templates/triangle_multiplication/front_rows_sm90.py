@@ -6,7 +6,8 @@ memory back at once. So products read nothing but weights from shared memory, wh
 of the LayerNorm come from the same registers, and warpgroups need nothing of each other. Results are transposed on their way to
 shared memory.
 
-Of two blocks of tile_h rows of the weights, the products of the second run while the gates of the first are computed.
+With two sets of accumulators, the products of one block of tile_h rows of the weights run while the gates of the one before are
+computed; with one, other warpgroups' do.
 
 Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and the first the weights, once.
 """

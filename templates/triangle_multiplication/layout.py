@@ -5,7 +5,8 @@ of LN(z) = (z - mean) * rstd * w + b by W is
 
     rstd * (z W'^T - mean * u) + b'            W' = W * w,   u = row sums of W',   b' = bias + W b
 
-so kernels multiply z and x as they lie in memory by folded weights W', and apply statistics and `terms` to the results.
+so kernels multiply z and x as they lie in memory by folded weights W', and apply statistics and `terms` to the results or as
+columns more in the products (`pieces_sm90.MORE`).
 
     fold(p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, p_in_bias, g_in_bias, p_out_bias, g_out_bias,
          f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms, num_ctas)

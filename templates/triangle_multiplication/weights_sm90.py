@@ -260,8 +260,8 @@ class TriangleMultiplicationWeightsSm90:
 
     @cute.jit
     def fetch(self, fetched, per_pair, sPairs: cute.Tensor, sMore: cute.Tensor, split: Int32, sizes):
-        """Of every pair of a tile: the columns MORE of its norms, and two numbers: the value's rstd, and the gate's or, in the
-        front, where that is the same, the pair's factor. Where there is no pair, both are 0."""
+        """Of every pair of a tile: the columns MORE of its norms, and two numbers: the value's rstd, and the gate's or, in a
+        front with a mask, as both are the same there, the pair's factor. Where there is no pair, both are 0."""
         mZStats, mXStats, mMask = per_pair
         crop, blocks, tiles, splits = sizes
         lane = cute.arch.thread_idx()[0] % 32

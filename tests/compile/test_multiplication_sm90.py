@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tpf_jit.compiler import KernelSpec, compile_kernel
@@ -174,3 +176,12 @@ def test_rejections_name_the_limit() -> None:
     product = PRODUCTS["nt"]
     assert "registers" in product.check(shape, product.Config(tile_n=256, consumer_warpgroups=3))
     assert "float16" in FRONT.supports(TriangleMultiplicationShape(384, dtype="float16"))[1]
+
+
+@pytest.mark.parametrize("name, fields", [("front_rows", {"out_stages": 4}), ("back_rows", {"out_stages": 4, "tile_c": 32})])
+def test_rows_with_two_blocks_under_way(name: str, fields: dict) -> None:
+    template, shape = get(f"triangle_multiplication_{name}_sm90"), TriangleMultiplicationShape(384)
+    config = dataclasses.replace(template.default(shape), consumer_warpgroups=2, sets=2, **fields)
+    assert template.check(shape, config) is None
+    resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
+    assert resources["spill_bytes"] == 0 and not [note for note in resources["ptxas_notes"] if "C75" in str(note)]

@@ -169,6 +169,17 @@ def test_every_configuration(name: str, channels: int) -> None:
         agree(workload, kernels.get_kernel(template.name, shape, (), config).function)
 
 
+@pytest.mark.parametrize("weight_stages, sets", [(2, 1), (4, 2)])
+def test_weights_that_come_again(weight_stages: int, sets: int) -> None:
+    """The fewest stages of weights that two sets of accumulators, or one, can do with; many steps, several tiles a CTA."""
+    template = registry.get("triangle_multiplication_front_backward_sm90")
+    shape = TriangleMultiplicationShape(300, hidden=256, mask="bool")
+    found = (c for c in template.space(shape) if c.operand_registers == 1 and c.tile_h == 32)
+    config = dataclasses.replace(next(found), weight_stages=weight_stages, sets=sets, pair_stages=1, stages=2)
+    assert template.check(shape, config) is None
+    agree(template.workload(shape, DEVICE), kernels.get_kernel(template.name, shape, (), config).function)
+
+
 @shapes
 def test_operator(fields: dict) -> None:
     with warnings.catch_warnings():
