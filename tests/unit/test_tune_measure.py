@@ -189,6 +189,18 @@ def test_a_finalist_that_fails_does_not_stop_the_others():
     assert found[jobs[0].key].samples_us
 
 
+@pytest.mark.parametrize("long_us, samples, finals", [(1e9, 24, 60), (50.0, 12, 30), (25.0, 8, 12), (1.0, 8, 12)])
+def test_long_launches_are_sampled_fewer_times(long_us, samples, finals):
+    """A toy's launch takes 100 us. Half of the samples where that is twice as long as is taken to be long; never fewer than two
+    at a time."""
+    settings = MeasureSettings(heat_s=0.0, long_us=long_us)
+    one = job(ToyConfig(tile=64, stages=3))
+    found = measurer(ToyTimer(), settings=settings).measure(one)
+    assert (found.status, len(found.samples_us)) == ("ok", samples), found.detail
+    final = measurer(ToyTimer(), settings=settings).shootout([one])[one.key]
+    assert len(final.samples_us) == finals
+
+
 def test_slow_rounds_are_dropped_for_all_alike():
     calm, throttled = [10.0, 10.1], [14.0, 14.1]
     assert steady_rounds([[calm, throttled, calm, calm], [calm, calm, calm, calm]], 1.05) == [0, 2, 3]

@@ -10,7 +10,8 @@ Method of the protocol `PROTOCOL`:
   - the GPU is heated before timing; inputs are rotated through more than twice the L2 cache (see `timing`);
   - a candidate whose first launches take more than `stop_ratio` times the best so far is dropped at once (status `slow`);
   - a candidate close to the incumbent is timed in alternation with it, so that drift of the clocks hits both;
-  - finalists are timed in rounds of mirrored order; rounds in which the whole field ran slow are dropped.
+  - finalists are timed in rounds of mirrored order; rounds in which the whole field ran slow are dropped;
+  - launches of more than 5 ms are sampled fewer times, in proportion.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ class MeasureSettings:
     round_samples: int = 10
     heat_s: float = 0.3
     """Heating after the device was idle, in seconds; a tenth of it when it was not."""
+    long_us: float = 5000.0
+    """Launches that take longer are sampled fewer times, as if each took this; at least twice. They are many times the clock's
+    and the launch's noise, and at 30 ms a shoot-out of eight would take 14 s."""
     slow_round: float = 1.05
     """A round whose whole field took this much longer than the best round's is dropped (at most half of the rounds are)."""
 
@@ -167,6 +171,7 @@ class WorkloadMeasurer:
         self._sets: list[Any] = []
         self._flush = False
         self._group = 0
+        self._share = 1.0  # of the samples that settings ask for
         self._wanted = 1
         self._busy = -1e9
         self._loaded: dict[str, Any] = {}
@@ -281,7 +286,8 @@ class WorkloadMeasurer:
         if not self._group:
             one = timing.median(self._timer.sample(launches, 3, 1, self._flush))
             self._group = timing.group_size(one, len(launches), self._flush)
-        samples = self._timer.sample(launches, count, self._group, self._flush)
+            self._share = min(1.0, self._settings.long_us / one) if one > 0 else 1.0
+        samples = self._timer.sample(launches, max(2, round(count * self._share)), self._group, self._flush)
         self._busy = time.monotonic()
         return samples
 
