@@ -6,7 +6,8 @@ Without the variable tpf_jit configures nothing, as a library should: its logger
 from __future__ import annotations
 
 import logging
-import warnings
+
+from tpf_jit import errors
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _FORMAT = "tpf_jit %(levelname)s %(asctime)s [%(process)d] %(message)s"
@@ -16,7 +17,7 @@ def configure(level: str) -> bool:
     """Send the logger's messages of `level` and above to stderr; an unknown level warns and changes nothing."""
     name = level.strip().upper()
     if name not in LEVELS:
-        warnings.warn(f"TPF_JIT_LOG is {level!r}; it can be {', '.join(LEVELS)}", stacklevel=3)
+        errors.warn(f"TPF_JIT_LOG is {level!r}; it can be {', '.join(LEVELS)}", UserWarning)
         return False
     logger = logging.getLogger("tpf_jit")
     logger.setLevel(name)

@@ -24,12 +24,12 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpf_jit import errors
 from tpf_jit.errors import CacheUntrusted, CacheWarning, TpfError
 from tpf_jit.object_records import DatabaseRecords, KernelRecords
 
@@ -353,4 +353,4 @@ def _warn_once(subject: str, message: str) -> None:
         if subject in _warned:
             return
         _warned.add(subject)
-    warnings.warn(message, CacheWarning, stacklevel=4)
+    errors.warn(message, CacheWarning)

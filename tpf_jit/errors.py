@@ -1,4 +1,4 @@
-"""Every exception and warning that tpf_jit raises on purpose.
+"""Every exception and warning that tpf_jit raises on purpose, and how warnings find the line that they are about.
 
 All of them derive from `TpfError`, so `except tpf_jit.errors.TpfError` catches exactly what the library means to say; each also
 derives from the built-in class that callers would expect (`ValueError` for a wrong argument, `RuntimeError` for the rest).
@@ -6,6 +6,10 @@ Every one is built from one message, so instances survive pickling between worke
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
 
 
 class TpfError(Exception):
@@ -72,3 +76,33 @@ class FallbackWarning(UserWarning):
 
 class CacheWarning(UserWarning):
     """The object cache cannot be used as asked (read-only, full disk), so kernels stay in memory."""
+
+
+_PASSED_OVER = ("tpf_jit", "torch", "typer", "click", "importlib", "functools", "contextlib", "")
+"""Modules whose lines are not the user's: ours, and what stands between and calls us. Generated code has no module's name."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Give a warning that shows the line of the user's that led here, not one of ours."""
+    warnings.warn(message, category, stacklevel=user_level())
+
+
+def user_level() -> int:
+    """The `stacklevel`, for a call of `warnings.warn` or of a logger in the function that asks, of the nearest line that is the
+    user's; the outermost where there is none, as in a thread of autograd's. (From Python 3.12 `skip_file_prefixes` does that for
+    warnings.)"""
+    frame: FrameType = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and _is_passed_over(frame):
+        frame = frame.f_back
+        # Those of an import are not counted by whoever takes the level.
+        level += not _module(frame).startswith("importlib._bootstrap")
+    return level
+
+
+def _is_passed_over(frame: FrameType) -> bool:
+    return _module(frame).partition(".")[0] in _PASSED_OVER
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpf_jit.device import Device, current_device
-from tpf_jit.errors import NoKernel
+from tpf_jit.errors import NoKernel, user_level
 from tpf_jit.nearest import Candidate, Index, siblings_first
 from tpf_jit.templates.base import config_from_dict
 from tpf_jit.tuning_db import trust
@@ -351,8 +351,8 @@ _warned_stale: set[str] = set()
 def _warn_stale(template: str, stale: list[str]) -> None:
     if template not in _warned_stale:
         _warned_stale.add(template)
-        what = " and ".join(stale)
-        log.warning("%s: a configuration was measured with %s; it serves until tuned again: tpf-jit db stale", template, what)
+        text = "%s: a configuration was measured with %s; it serves until tuned again: tpf-jit db stale"
+        log.warning(text, template, " and ".join(stale), stacklevel=user_level())
 
 
 def _text(config: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from contextlib import closing
 from pathlib import Path
 
 from tpf_jit.errors import DatabaseError, TpfError
-from tpf_jit.tuning_db import merge, schema
-from tpf_jit.tuning_db.reader import evidence, folder_problem, open_readonly, select_trials, shipped_files
+from tpf_jit.tuning_db import merge, repair, schema
+from tpf_jit.tuning_db.reader import evidence, folder_problem, open_readonly, select_trials, shipped_files, warn_once
 from tpf_jit.tuning_db.repair import is_damage
 from tpf_jit.tuning_db.rows import TrialRow
 from tpf_jit.tuning_db.winner import Evidence
@@ -55,6 +55,40 @@ def sound(path: str | os.PathLike[str]) -> merge.Content:
         if identity != row.id:
             raise DatabaseError(f"{path}: trial {identity} was altered; `tpf-jit db verify` shows all that is wrong")
     return content
+
+
+def of_another(path: Path) -> tuple[merge.Content, int]:
+    """Rows of a database that are to be added to one of ours, by way of a private copy that is brought to our schema; and how
+    many are not what their names say, and left out. Of a damaged one the trials that can be read, with one warning.
+
+    Raises:
+        DatabaseError: it cannot be read: locked, of another application, of a newer version, or damaged throughout.
+    """
+    import tempfile
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="tpf_jit_merge_") as folder:
+            copy = Path(folder) / "copy.db"
+            # Errors are to name the file that was asked for, not the copy.
+            with closing(open_readonly(path)) as source, closing(sqlite3.connect(copy)) as target:
+                if not schema.version(source, path):
+                    return merge.Content(), 0
+                source.backup(target)
+                repair.check(target, copy)
+                schema.migrate(target, path)
+                trials, kernels = list(select_trials(target)), _kernels(target)
+    except (sqlite3.Error, repair.Damaged, ValueError) as error:
+        rows = repair.salvage(path) if is_damage(error) else []
+        text = " ".join(str(error).split())
+        if rows:
+            message = f"tuning database {path} is damaged ({text}) and was left as it is; {len(rows)} trials could be read"
+            warn_once(str(path), message)
+            return merge.Content({row.id: row for row in rows}), 0
+        if isinstance(error, ValueError):
+            raise DatabaseError(f"{path} has an unreadable row ({text}); `tpf-jit db verify --db {path}` shows all") from error
+        raise DatabaseError(f"{path} cannot be read: {text}") from error
+    sound = {identity: row for identity, row in trials if identity == row.id}
+    return merge.Content(sound, kernels), len(trials) - len(sound)
 
 
 def shipped() -> dict[str, TrialRow]:

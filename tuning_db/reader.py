@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpf_jit import errors
 from tpf_jit.errors import DatabaseError, TpfError
 from tpf_jit.tuning_db import merge, schema, trust
 from tpf_jit.tuning_db.rows import REFUTING, SAME_CODE, TrialRow, canonical_json, cell_family
@@ -253,7 +253,7 @@ def warn_once(subject: str, message: str) -> None:
         return
     _warned.add((subject, message))
     try:
-        warnings.warn(message, DatabaseWarning, stacklevel=3)
+        errors.warn(message, DatabaseWarning)
     except DatabaseWarning:
         pass
 

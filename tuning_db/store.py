@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
 from tpf_jit.errors import DatabaseError, InvalidInput
-from tpf_jit.tuning_db import merge, prune
+from tpf_jit.tuning_db import contents, merge, prune
 from tpf_jit.tuning_db.audit import audit
 from tpf_jit.tuning_db.connection import DatabaseFile
-from tpf_jit.tuning_db.reader import open_readonly, select_evidence, select_trials, user_database_path
+from tpf_jit.tuning_db.reader import select_evidence, select_trials, user_database_path
 from tpf_jit.tuning_db.rows import TrialRow, canonical_json, content_hash, device_model, split_cell, utc_now
 from tpf_jit.tuning_db.winner import Winner, rank
 
@@ -230,6 +227,8 @@ class TuningStore:
     def merge(self, other: str | os.PathLike[str]) -> dict[str, int]:
         """Add the rows of another database, which is only read, or of an exported `.jsonl` file. Order does not matter.
 
+        Of a damaged database those that can be read are added, with one warning.
+
         Returns:
             How many `trials` and `kernels` were new, and, if there are any, how many were `refused` because they were altered.
         """
@@ -240,7 +239,7 @@ class TuningStore:
             raise DatabaseError(f"{other} does not exist")
         if self.path.exists() and other.samefile(self.path):
             return {"trials": 0, "kernels": 0}
-        content, refused = self._content_of(other)
+        content, refused = contents.of_another(other)
         return {**self._add(content), **({"refused": refused} if refused else {})}
 
     def verify(self) -> list[str]:
@@ -270,22 +269,6 @@ class TuningStore:
         return self._file.write(work)
 
     # inside
-
-    def _content_of(self, other: Path) -> tuple[merge.Content, int]:
-        """Rows of another database, by way of a private copy that can be brought to our schema."""
-        with tempfile.TemporaryDirectory(prefix="tpf_jit_merge_") as folder:
-            copy = Path(folder) / "copy.db"
-            try:
-                with closing(open_readonly(other)) as source, closing(sqlite3.connect(copy)) as target:
-                    source.backup(target)
-                with TuningStore(copy) as store:
-                    trials = store._file.read(lambda db: list(select_trials(db.conn)))
-                    kernels = store.kernels()
-            except sqlite3.Error as error:
-                raise DatabaseError(f"{other} cannot be read: {error}") from error
-        sound = {identity: row for identity, row in trials if identity == row.id}
-        content = merge.Content(sound, {kernel["key"]: kernel for kernel in kernels})
-        return content, len(trials) - len(sound)
 
     def _add(self, content: merge.Content) -> dict[str, int]:
         kernels = self._batches([merge.portable_kernel(kernel) for kernel in content.kernels.values()], _merge_kernel)

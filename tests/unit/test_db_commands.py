@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from isolated_fakes import Faults, plain
 from tune_fakes import H200, InlinePool, ToyBackend, ToyConfig, ToyShape, ToyTemplate, ToyTimer, install, options
-from tuning_samples import trial
+from tuning_samples import H100, trial
+from tuning_samples import H200 as SAMPLE_H200
 
 from tpf_jit import resolve, shape
 from tpf_jit.cache import ObjectStore
@@ -441,3 +442,100 @@ class TestReadingOnlyReads:
             connection.commit()
         code, _, err = call("db", "export", tmp_path / "rows.jsonl")
         assert code == 1 and "was altered" in err and not (tmp_path / "rows.jsonl").exists()
+
+
+class TestUnknownDevices:
+    """A device that no row is of is told from a database without rows."""
+
+    @pytest.fixture
+    def database(self, private_state: Path) -> Path:
+        with TuningStore() as store:
+            store.put_trials([trial(grade="final"), trial(device=H100.facts(), grade="final")])
+        return store.path
+
+    THERE = f"no device model contains 'b300'; there are: {device_model(H100)}, {device_model(SAMPLE_H200)}"
+
+    @pytest.mark.parametrize("words", ["list --no-shipped", "show N384 --no-shipped", "stale --no-shipped", "diff {db} {db}"])
+    def test_the_devices_that_there_are_are_named(self, database: Path, call: Any, words: str) -> None:
+        code, out, err = call("db", *words.format(db=database).split(), "--device", "b300")
+        assert (code, out.strip(), err) == (0, self.THERE, "")
+
+    def test_of_a_report_too(self, database: Path, call: Any, tmp_path: Path) -> None:
+        page = tmp_path / "page.html"
+        code, _, err = call("db", "report", "--no-shipped", "--out", page, "--device", "b300")
+        assert code == 0 and "0 problems from 0 rows" in err and err.splitlines()[-1] == self.THERE
+        assert "no device model" not in call("db", "report", "--no-shipped", "--out", page, "--device", "h100")[2]
+
+    def test_shipped_devices_count(self, private_state: Path, call: Any) -> None:
+        _, out, _ = call("db", "list", "--device", "b300")
+        assert "no device model contains 'b300'; there are: NVIDIA H200" in out and "nothing is tuned" not in out
+
+    def test_without_rows_that_is_said(self, private_state: Path, call: Any) -> None:
+        assert call("db", "list", "--no-shipped", "--device", "b300")[1].strip() == "nothing is tuned yet: tpf-jit tune TARGET"
+
+
+class TestMergingNamesTheFile:
+    """Whatever is wrong with a file that is merged or imported, messages name it, and no file that the user has not seen."""
+
+    @pytest.fixture
+    def other(self, private_state: Path, tmp_path: Path) -> Path:
+        with TuningStore(tmp_path / "other.db") as store:
+            store.put_trials([trial(us=100.0 + n, config={"tile_n": 16 * n, "stages": 2, "crop": 0}) for n in range(1, 60)])
+        with closing(sqlite3.connect(store.path)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")
+        return store.path
+
+    def change(self, path: Path, *statements: str) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+            connection.commit()
+
+    @pytest.mark.parametrize(
+        ("statement", "text"),
+        [
+            ("PRAGMA user_version = 99", "was written by a newer tpf_jit (schema 99"),
+            ("PRAGMA application_id = 7", "is an SQLite database of another application"),
+            ("UPDATE trial SET status = 'no such'", "has an unreadable row ("),
+            ("UPDATE trial SET samples_us = 'x'", "has an unreadable row ("),
+            ("DROP TABLE kernel", "cannot be read: no such table: kernel"),
+        ],
+    )
+    def test_a_database_that_cannot_be_read(self, other: Path, call: Any, statement: str, text: str) -> None:
+        self.change(other, statement)
+        before = other.read_bytes()
+        code, out, err = call("db", "merge", other)
+        assert (code, out) == (1, "") and err.startswith(f"Error: {other} {text}"), err
+        assert "copy.db" not in err and "tpf_jit_merge_" not in err and err.count("\n") == 1
+        assert other.read_bytes() == before
+
+    def test_what_is_no_database(self, other: Path, call: Any) -> None:
+        other.write_bytes(b"no database " * 500)
+        assert call("db", "merge", other) == (1, "", f"Error: {other} cannot be read: file is not a database\n")
+
+    def test_what_can_be_read_of_a_damaged_one_is_added(self, other: Path, call: Any, recwarn: Any) -> None:
+        content = bytearray(other.read_bytes())
+        with closing(sqlite3.connect(other)) as connection:
+            (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'trial_by_cell'").fetchone()
+            (size,) = connection.execute("PRAGMA page_size").fetchone()
+        content[(root - 1) * size : root * size] = b"\xa5" * size
+        other.write_bytes(content)
+        code, _, err = call("db", "merge", other)
+        assert code == 0 and "added: trials=59" in err
+        (said,) = [str(warning.message) for warning in recwarn if "damaged" in str(warning.message)]
+        assert said.startswith(f"tuning database {other} is damaged (") and said.endswith("; 59 trials could be read")
+        assert other.read_bytes() == bytes(content) and not list(other.parent.glob("*damaged*"))
+
+    def test_an_empty_database_adds_nothing(self, private_state: Path, call: Any, tmp_path: Path) -> None:
+        (tmp_path / "empty.db").touch()
+        assert call("db", "merge", tmp_path / "empty.db")[::2] == (0, "added: trials=0 kernels=0\n")
+
+    @pytest.mark.parametrize("text", ["", "{}", "no json", '{"format": "tpf_jit.tuning_db", "version": 99}'])
+    @pytest.mark.parametrize("verb", ["import", "merge"])
+    def test_a_file_of_lines_that_cannot_be_read(
+        self, private_state: Path, call: Any, tmp_path: Path, verb: str, text: str
+    ) -> None:
+        file = tmp_path / "rows.jsonl"
+        file.write_text(text)
+        code, out, err = call("db", verb, file)
+        assert (code, out) == (1, "") and err.startswith(f"Error: {file}")

@@ -49,19 +49,16 @@ def list_(
     json: Json = False,
 ) -> None:
     """Every tuned problem: its winner, the time, and the layer it comes from."""
-    rows = [
-        (layer.name, entry[0])
-        for layer in _layers(db, shipped)
-        for entry in layer.winners.values()
-        if device is None or device.lower() in entry[0].device.lower()
-    ]
+    winners = [(layer.name, entry[0]) for layer in _layers(db, shipped) for entry in layer.winners.values()]
+    rows = [(layer, w) for layer, w in winners if device is None or device.lower() in w.device.lower()]
     rows.sort(key=lambda row: (row[1].device, row[1].cell, row[0]))
     if json:
         print_json([{"layer": layer, **asdict(winner)} for layer, winner in rows])
         return
     columns = ("problem", "device", "us", "configuration", "grade", "date", "layer")
     table = [(w.cell, w.device_name, w.us, cell(w.config), w.grade, w.date[:10], layer) for layer, w in rows]
-    print_table("tuned problems", columns, table, "" if rows else "nothing is tuned yet: tpf-jit tune TARGET")
+    none = db_trust.absent_device(device, (w.device for _, w in winners)) or "nothing is tuned yet: tpf-jit tune TARGET"
+    print_table("tuned problems", columns, table, "" if rows else none)
 
 
 def _layers(db: Path | None, shipped: bool) -> list[Any]:
@@ -83,9 +80,10 @@ def show(
     json: Json = False,
 ) -> None:
     """The trials of a problem, fastest first, with their errors against FP64 and what became of them."""
+    contents = _contents(db, shipped)
     trials = [
         (layer, trial)
-        for layer, rows in _contents(db, shipped)
+        for layer, rows in contents
         for trial in rows
         if problem in trial.cell
         and (status is None or trial.status == status)
@@ -101,7 +99,9 @@ def show(
         return
     columns = ("problem", "status", "us", "p10", "p90", "configuration", "worst error", "grade", "date", "layer", "detail")
     note = f"{len(trials) - len(shown)} more rows; --limit shows them" if len(shown) < len(trials) else ""
-    print_table("trials", columns, [_trial(*pair) for pair in shown], note or ("" if trials else "no such trials"))
+    if not trials:
+        note = db_trust.absent_device(device, (row.device_model for _, rows in contents for row in rows)) or "no such trials"
+    print_table("trials", columns, [_trial(*pair) for pair in shown], note)
 
 
 def _contents(db: Path | None, shipped: bool) -> list[tuple[str, list[TrialRow]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,11 +32,12 @@ def stale(
     json: Json = False,
 ) -> None:
     """Winners measured with other sources or another compiler than today's, and what serves meanwhile. Exit code 1 if any."""
-    found = _survey(db, shipped, device)
+    everywhere = _survey(db, shipped)
+    found = _of_device(everywhere, device)
     verdicts = []
     if recompile and any(each.changes for each in found):
         verdicts = _recompile(found, db, shipped, jobs)
-        found = _survey(db, shipped, device)
+        found = _of_device(_survey(db, shipped), device)
     old = [each for each in found if each.changes]
     shown = found if every else old
     if json:
@@ -47,7 +48,8 @@ def stale(
             table = [(v.outcome, v.winner.cell, v.winner.device_name, cell(v.winner.config), v.detail) for v in verdicts]
             print_table("recompiled", ("", "problem", "device", "configuration", "detail"), table)
         columns = ("problem", "device", "us", "measured", "changed since", "stale rows", "serves meanwhile", "layer")
-        print_table("stale winners", columns, [_standing(each) for each in shown], "" if shown else _none_stale(len(found)))
+        none = absent_device(device, (each.winner.device for each in everywhere)) or _none_stale(len(found))
+        print_table("stale winners", columns, [_standing(each) for each in shown], "" if shown else none)
         if old and not recompile:
             print("to mend it: tpf-jit db stale --recompile (the code may be the same), else tpf-jit tune")
     if old:
@@ -64,7 +66,19 @@ def _none_stale(count: int) -> str:
     return f"all {count} winners are current" if count else "nothing is tuned yet: tpf-jit tune TARGET"
 
 
-def _survey(db: Path | None, shipped: bool, device: str | None) -> list[Any]:
+def absent_device(device: str | None, models: Iterable[str]) -> str:
+    """A sentence for a `--device` that is in none of these device models; empty where that is not why nothing was found."""
+    there = sorted({model for model in models if model})
+    if device is None or not there or any(device.lower() in model.lower() for model in there):
+        return ""
+    return f"no device model contains {device!r}; there are: {', '.join(there)}"
+
+
+def _of_device(found: list[Any], device: str | None) -> list[Any]:
+    return [each for each in found if device is None or device.lower() in each.winner.device.lower()]
+
+
+def _survey(db: Path | None, shipped: bool) -> list[Any]:
     from tpf_jit import standing
     from tpf_jit.tuning_db import contents, reader, user_database_path
 
@@ -74,8 +88,7 @@ def _survey(db: Path | None, shipped: bool, device: str | None) -> list[Any]:
     if db is not None or user.exists():
         trials = {**trials, **contents.read(user).trials}
         layers.insert(0, reader.read_layer(user))
-    found = standing.survey(layers, trials, (db, shipped))
-    return [each for each in found if device is None or device.lower() in each.winner.device.lower()]
+    return standing.survey(layers, trials, (db, shipped))
 
 
 def _recompile(found: list[Any], db: Path | None, shipped: bool, jobs: int | None) -> list[Any]:
@@ -168,7 +181,8 @@ def diff(
     from tpf_jit.tuning_db import compare, contents
 
     sides = [contents.all_evidence(contents.read(path)) for path in (first, second)]
-    found = [d for d in compare.compare(*sides, tolerance) if device is None or device.lower() in d.device.lower()]
+    everywhere = compare.compare(*sides, tolerance)
+    found = [d for d in everywhere if device is None or device.lower() in d.device.lower()]
     unequal = [each for each in found if each.kind != compare.SAME]
     shown = found if every else unequal
     if json:
@@ -176,7 +190,8 @@ def diff(
     else:
         columns = ("problem", "device", "difference", "us in A", "us in B", "B / A", "configuration in A", "in B")
         rows = [(d.cell, d.device, d.kind, *_sides(d)) for d in shown]
-        print_table(f"A: {first}, B: {second}", columns, rows, "" if rows else f"{len(found)} problems, no difference")
+        none = absent_device(device, (d.device for d in everywhere)) or f"{len(found)} problems, no difference"
+        print_table(f"A: {first}, B: {second}", columns, rows, "" if rows else none)
         if rows:
             print(", ".join(f"{count} {kind}" for kind, count in sorted(Counter(each.kind for each in found).items())))
     if unequal:

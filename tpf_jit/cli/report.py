@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tpf_jit.cli._output import say
+from tpf_jit.cli.db_trust import absent_device
 
 
 def report(
@@ -44,6 +45,8 @@ def report(
     except OSError as error:
         raise DatabaseError(f"{out} cannot be written: {error.strerror}") from error
     say(f"written: {out}, {count} problems from {len(rows)} rows of {' and '.join(names) or 'nothing'}")
+    if absent := absent_device(device, (row.device_model for row in trials.values())):
+        say(absent)
     if studies is not None:
         from tpf_jit.tune.study import write_studies
 
