@@ -151,7 +151,8 @@ class TestShapes:
             (c, way, n) for c in (64, 32) for way in ("outgoing", "incoming") for n in (8, 16)
         ]
         assert {(shape.hidden, shape.mask, shape.weight_dtype) for shape in found} == {(96, "float", "float32")}
-        assert _shapes.shapes(["8"], op, ["incoming"]) == [TriangleMultiplicationShape(8, direction="incoming")]
+        assert _shapes.shapes(["8"], op, direction="incoming") == [TriangleMultiplicationShape(8, direction="incoming")]
+        assert _shapes.shapes(["8"], op, {"direction": "outgoing"}) == [TriangleMultiplicationShape(8)]
 
     def test_an_operation_narrows_what_presets_and_keys_name(self) -> None:
         ops = {shape.op for shape in _shapes.shapes(["openfold3"])}
@@ -166,7 +167,7 @@ class TestShapes:
         ("words", "text"),
         [
             (["--op", "attention"], "--op: got 'attention'; allowed: triangle_attention, triangle_multiplication"),
-            (["--op", "triangle_multiplication", "--head-dim", "16"], "--head-dim: got '16'; allowed: nothing, as crops are"),
+            (["--op", "triangle_multiplication", "--head-dim", "16"], "--head-dim: got 16; allowed: nothing, as crops are"),
             (["--weight-dtype", "float32"], "--weight-dtype: got 'float32'; allowed: nothing, as crops are triangle_attention"),
             (["--op", "triangle_multiplication", "--mask", "additive"], "mask: got 'additive'; allowed: none, bool, float"),
         ],

@@ -9,8 +9,8 @@ import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, print_json, print_table, say
-from tpf_jit.cli._shapes import BiasDtype, Dtype, Heads, Mask, Rows
-from tpf_jit.cli.bench import Device, Out, command_line, keep, words
+from tpf_jit.cli._shapes import words
+from tpf_jit.cli.bench import Device, Out, command_line, keep
 
 
 def accuracy(
@@ -21,20 +21,25 @@ def accuracy(
         str, typer.Option("--families", help="Of inputs: normal, trained_like, extreme, adversarial; several with commas.")
     ] = "normal,trained_like",
     impls: Annotated[
-        str | None, typer.Option("--impls", help="Implementations with commas; all that are installed and have gradients.")
+        str | None,
+        typer.Option("--impls", help="Implementations with commas; all that are installed and have gradients if left out."),
     ] = None,
-    heads: Heads = 4,
-    rows: Rows = None,
-    dtype: Dtype = "bfloat16",
-    bias_dtype: BiasDtype = None,
-    mask: Mask = "none",
+    heads: Annotated[int, typer.Option("--heads", help="Attention heads.")] = 4,
+    rows: Annotated[int | None, typer.Option("--rows", help="Rows that share one pair bias; the crop if left out.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float16.")] = "bfloat16",
+    bias_dtype: Annotated[
+        str | None, typer.Option("--bias-dtype", help="bfloat16, float16 or float32; that of --dtype if left out.")
+    ] = None,
+    mask: Annotated[str, typer.Option("--mask", help="none, bool or additive.")] = "none",
     repeats: Annotated[int, typer.Option("--repeats", help="Calls that are compared bit by bit.")] = 5,
     load: Annotated[bool, typer.Option("--load", help="Repeat beside work on another stream.")] = False,
-    work: Annotated[Path | None, typer.Option("--work", help="File that keeps results as they are measured.")] = None,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="File that keeps results as they are measured; none if left out.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--continue", help="Go on with the work file.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="With --continue: also what failed.")] = False,
     budget_s: Annotated[
-        float | None, typer.Option("--budget-s", help="Start no case that would end after so many seconds.")
+        float | None, typer.Option("--budget-s", help="Start no case that would end after so many seconds; no limit if left out.")
     ] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Write a record even while cases are missing.")] = False,
     device: Device = None,

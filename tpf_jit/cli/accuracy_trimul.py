@@ -6,21 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
+from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, print_table, say
-from tpf_jit.cli._shapes import Channels, Dtype, Hidden, WeightDtype
+from tpf_jit.cli._shapes import Channels, Dtype, Hidden, WeightDtype, words
 from tpf_jit.cli.accuracy import seed_range
-from tpf_jit.cli.bench import Crops, Device, Impls, Out, command_line, finish, words
-from tpf_jit.cli.bench_trimul import Directions, PairMask, multiplication_shapes
+from tpf_jit.cli.bench import Crops, Device, Impls, Out, command_line, finish
+from tpf_jit.cli.bench_trimul import PairMask
 
 
 def accuracy_trimul(
     crops: Crops = "256,384",
-    channels: Channels = "128",
+    channels: Channels = None,
     hidden: Hidden = None,
-    direction: Directions = "outgoing,incoming",
-    dtype: Dtype = "bfloat16",
-    weight_dtype: WeightDtype = "float32",
-    mask: PairMask = "none",
+    direction: Annotated[
+        str | None, typer.Option("--direction", help="outgoing, incoming, or both with a comma; both if left out.")
+    ] = None,
+    dtype: Dtype = None,
+    weight_dtype: WeightDtype = None,
+    mask: PairMask = None,
     families: Annotated[
         str, typer.Option("--families", help="Of inputs: normal, trained_like, small; several with commas.")
     ] = "normal,trained_like",
@@ -34,9 +37,12 @@ def accuracy_trimul(
     """Judge the triangle multiplicative update and all its gradients against float64, and repeated calls against each other."""
     from tpf_jit.bench import MultiplicationAccuracySettings, accuracy_multiplication
 
-    options = {"hidden": hidden, "dtype": dtype, "weight_dtype": weight_dtype, "mask": mask}
+    shapes = _shapes.shapes(
+        [crops], "triangle_multiplication", channels=channels, hidden=hidden, direction=direction, dtype=dtype,
+        weight_dtype=weight_dtype, mask=mask,
+    )  # fmt: skip
     settings = MultiplicationAccuracySettings(
-        shapes=tuple(multiplication_shapes(crops, channels, direction, **options)),
+        shapes=tuple(shapes),
         families=tuple(words(families)),
         seeds=seed_range(seeds),
         impls=words(impls) if impls else None,

@@ -12,29 +12,45 @@ import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
-from tpf_jit.cli._shapes import Batch, BiasDtype, Dtype, HeadDim, Heads, Mask, Rows
+from tpf_jit.cli._shapes import Batch, BiasDtype, Dtype, HeadDim, Heads, Mask, Rows, words
 
 app = typer.Typer(no_args_is_help=True, help="Measure beside other implementations, and what a call costs.")
 
-Crops = Annotated[str, typer.Option("--crops", help="Crops with commas, a model preset, or a shape key.")]
-Device = Annotated[str | None, typer.Option("--device", help="A torch device; cpu times the PyTorch path, no figure to quote.")]
+Crops = Annotated[
+    str,
+    typer.Option(
+        "--crops",
+        help="Crops with commas, a model preset, or a shape key. Options of problems describe crops, and take of a preset or key "
+        "only the problems that are so.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="A torch device; cpu times the PyTorch path, no figure to quote. The current CUDA device if left out.",
+    ),
+]
 Passes = Annotated[str, typer.Option("--passes", help="forward, backward, both; several with commas.")]
-Impls = Annotated[str | None, typer.Option("--impls", help="Implementations with commas; all that are installed.")]
+Impls = Annotated[str | None, typer.Option("--impls", help="Implementations with commas; all that are installed if left out.")]
 Rounds = Annotated[int, typer.Option("--rounds", help="Rounds in which the implementations take turns.")]
 Samples = Annotated[int, typer.Option("--samples", help="Samples of each a round.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Keep the record in this folder, such as tuning_db/records.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Keep the record in this folder, such as tuning_db/records; it is only shown if left out."),
+]
 
 
 @app.command()
 def attention(
     crops: Crops = "384,768",
-    heads: Heads = 4,
-    head_dim: HeadDim = "32",
+    heads: Heads = None,
+    head_dim: HeadDim = None,
     rows: Rows = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
+    batch: Batch = None,
+    dtype: Dtype = None,
     bias_dtype: BiasDtype = None,
-    mask: Mask = "none",
+    mask: Mask = None,
     passes: Passes = "forward",
     impls: Impls = None,
     layout: Annotated[str, typer.Option("--layout", help="model (views, as projections leave them) or contiguous.")] = "model",
@@ -56,11 +72,6 @@ def attention(
     )
     record = bench_attention(shapes, words(passes), settings, device, command_line(), None if json else say)
     finish(record, out, json, _attention_table)
-
-
-def words(text: str) -> list[str]:
-    """`"a, b"` as names."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _attention_table(record: dict[str, Any]) -> None:

@@ -23,21 +23,27 @@ def search(
     channels: Channels = None,
     hidden: Hidden = None,
     weight_dtype: WeightDtype = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    mask: Mask = "none",
+    batch: Batch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
     direction: Annotated[
         list[str] | None,
-        typer.Option("--direction", help="Only this direction; may be given several times. All that there are if left out."),
+        typer.Option(
+            "--direction", help="Only this direction (sweep --plan lists them); may be given several times. All if left out."
+        ),
     ] = None,
     share: Annotated[float, typer.Option("--share", help="Share of all configurations that the search may try.")] = 0.15,
-    budget: Annotated[float | None, typer.Option("--budget", min=0, help="Seconds of measuring, all together.")] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=0, help="Seconds of measuring, all together; no limit if left out.")
+    ] = None,
     db: Annotated[
         Path | None,
         typer.Option("--db", help="Database of this bench, from which a repeated command goes on; a temporary one if left out."),
     ] = None,
     isolate: Annotated[bool, typer.Option(help="Measure in child processes: a hang or crash costs one trial only.")] = True,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compile processes.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Compile processes; by the number of cores if left out.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="A CUDA device; the current one if left out.")] = None,
     out: Out = None,
     json: Json = False,

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_table, say
-from tpf_jit.cli._shapes import Batch, Channels, Dtype, Hidden, WeightDtype
-from tpf_jit.cli.bench import Crops, Device, Impls, Out, Passes, Rounds, Samples, command_line, finish, words
+from tpf_jit.cli._shapes import Batch, Channels, Dtype, Hidden, WeightDtype, words
+from tpf_jit.cli.bench import Crops, Device, Impls, Out, Passes, Rounds, Samples, command_line, finish
 
-if TYPE_CHECKING:
-    from tpf_jit.shape import TriangleMultiplicationShape
-
-Directions = Annotated[str, typer.Option("--direction", help="outgoing, incoming, or both with a comma, for crops.")]
-PairMask = Annotated[str, typer.Option("--mask", help="none, bool or float, for crops.")]
+Direction = Annotated[
+    str | None,
+    typer.Option("--direction", help="outgoing, incoming, or both with a comma; for crops outgoing if left out."),
+]
+PairMask = Annotated[str | None, typer.Option("--mask", help="none, bool or float; for crops none if left out.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Time CUDA graphs of the calls; small crops are bound by launches else.")]
 
 
 def trimul(
     crops: Crops = "384,768,1024",
-    channels: Channels = "128",
+    channels: Channels = None,
     hidden: Hidden = None,
-    direction: Directions = "outgoing",
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    weight_dtype: WeightDtype = "float32",
-    mask: PairMask = "none",
+    direction: Direction = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    weight_dtype: WeightDtype = None,
+    mask: PairMask = None,
     passes: Passes = "forward",
     impls: Impls = None,
     rounds: Rounds = 10,
@@ -40,16 +40,13 @@ def trimul(
     """Time the triangle multiplicative update: tpf_jit, stock PyTorch, and every other library that is installed, interleaved."""
     from tpf_jit.bench import RoundSettings, bench_multiplication
 
-    options = {"hidden": hidden, "batch": batch, "dtype": dtype, "weight_dtype": weight_dtype, "mask": mask}
-    shapes = multiplication_shapes(crops, channels, direction, **options)
+    shapes = _shapes.shapes(
+        [crops], "triangle_multiplication", {"direction": "outgoing"}, channels=channels, hidden=hidden, direction=direction,
+        batch=batch, dtype=dtype, weight_dtype=weight_dtype, mask=mask,
+    )  # fmt: skip
     settings = RoundSettings(words(impls) if impls else None, rounds, samples, replay=replay)
     record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say)
     finish(record, out, json, _table)
-
-
-def multiplication_shapes(target: str, channels: str, directions: str, **options: Any) -> list[TriangleMultiplicationShape]:
-    """The triangle multiplications that crops with options, a preset or a key name, in order."""
-    return _shapes.shapes([target], "triangle_multiplication", words(directions), channels=channels, **options)
 
 
 def _table(record: dict[str, Any]) -> None:

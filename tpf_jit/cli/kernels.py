@@ -24,12 +24,16 @@ def compile_kernels(
     channels: Channels = None,
     hidden: Hidden = None,
     weight_dtype: WeightDtype = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    mask: Mask = "none",
+    batch: Batch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
     arch: Annotated[str | None, typer.Option("--arch", help="Target, such as sm_90a; this GPU's if left out.")] = None,
-    template: Annotated[str | None, typer.Option("--template", help="This template instead of the dispatcher's choice.")] = None,
-    config: Annotated[str | None, typer.Option("--config", help="A configuration: name=value,name=value.")] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="This template; the dispatcher's choice if left out.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", help="A configuration, name=value,name=value; the dispatcher's choice if left out.")
+    ] = None,
     residual: Annotated[bool, typer.Option("--residual", help="The forward of training, which keeps its roundings.")] = False,
     training: Annotated[
         bool, typer.Option("--training", help="Also what a training step runs: its forward, and the backward's kernels.")
@@ -125,9 +129,9 @@ def explain(
     channels: Channels = None,
     hidden: Hidden = None,
     weight_dtype: WeightDtype = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    mask: Mask = "none",
+    batch: Batch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
     json: Json = False,
 ) -> None:
     """Which path and kernel a call of these shapes gets, and why. Compiles nothing."""
@@ -154,20 +158,25 @@ def tune(
     channels: Channels = None,
     hidden: Hidden = None,
     weight_dtype: WeightDtype = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    mask: Mask = "none",
+    batch: Batch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
     direction: Annotated[
         str | None,
         typer.Option("--direction", help="One of those that sweep --plan lists; all that inference runs if left out."),
     ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", min=0, help="Seconds of search per problem and direction.")] = None,
-    trials: Annotated[
-        int | None, typer.Option("--trials", min=0, help="New configurations per problem and direction, at most.")
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=0, help="Seconds of search per problem and direction; no limit if left out.")
     ] = None,
-    template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", min=0, help="New configurations per problem and direction, at most; no limit if left out."),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="Tune this template only; all that serve if left out.")
+    ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
-    device: Annotated[int | None, typer.Option("--device", min=0, help="CUDA device index.")] = None,
+    device: Annotated[int | None, typer.Option("--device", min=0, help="CUDA device index; the current one if left out.")] = None,
     isolate: Annotated[bool, typer.Option(help="Measure in a child process: a hang or crash costs one trial only.")] = True,
     jobs: Jobs = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,

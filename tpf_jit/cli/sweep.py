@@ -26,33 +26,50 @@ def sweep(
     channels: Channels = None,
     hidden: Hidden = None,
     weight_dtype: WeightDtype = None,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    mask: Mask = "none",
+    batch: Batch = None,
+    dtype: Dtype = None,
+    mask: Mask = None,
     direction: Annotated[
         list[str] | None,
-        typer.Option("--direction", help="Only this direction; may be given several times. All that there are if left out."),
+        typer.Option(
+            "--direction", help="Only this direction of those that --plan lists; may be given several times. All if left out."
+        ),
     ] = None,
-    shard: Annotated[str | None, typer.Option("--shard", help="Part i of n only, such as 3/16; others take the rest.")] = None,
+    shard: Annotated[
+        str | None, typer.Option("--shard", help="Part i of n only, such as 3/16; others take the rest. All if left out.")
+    ] = None,
     ray: Annotated[
-        str | None, typer.Option("--ray", help="Sweep on a Ray cluster: its address, auto, or local. Needs tpf_jit[ray].")
+        str | None,
+        typer.Option(
+            "--ray", help="Sweep on a Ray cluster: its address, auto, or local. Needs tpf_jit[ray]. This machine if left out."
+        ),
     ] = None,
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="GPUs to use, such as 0,2, as CUDA_VISIBLE_DEVICES names them; all if left out.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=0, help="New configurations per problem and direction, at most.")
+        int | None,
+        typer.Option("--trials", min=0, help="New configurations per problem and direction, at most; no limit if left out."),
     ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", min=0, help="Seconds of search, all together.")] = None,
-    template: Annotated[str | None, typer.Option("--template", help="Tune this template only.")] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=0, help="Seconds of search, all together; no limit if left out.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="Tune this template only; all that serve if left out.")
+    ] = None,
     storage: Annotated[
         str | None,
-        typer.Option("--storage", help="postgresql://... by which machines with the same targets search each cell together."),
+        typer.Option(
+            "--storage", help="postgresql://... by which machines with equal targets search each cell together; none if left out."
+        ),
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed to compile or launch.")] = False,
     isolate: Annotated[bool, typer.Option(help="Measure in child processes: a hang or crash costs one trial only.")] = True,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Compile processes of a machine; with --ray, of a GPU.")
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Compile processes of a machine; with --ray, of a GPU. By the number of cores if left out."
+        ),
     ] = None,
     db: Annotated[Path | None, typer.Option("--db", help="Database to write; the user database if left out.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show what would be tuned, and measure nothing.")] = False,
