@@ -18,10 +18,10 @@ from torch import Tensor
 from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
-from tpf_jit.explanation import Explanation, explain_kernel
-from tpf_jit.ops import launch, multiplication_backward, multiplication_routing, routing, settings
+from tpf_jit.explanation import Explanation, explain_kernel, explain_passes
+from tpf_jit.ops import launch, multiplication_backward, multiplication_routing, routing
 from tpf_jit.ops.launch import run_kernel
-from tpf_jit.ops.plans import inspect_call
+from tpf_jit.ops.plans import inspect_call, shadows
 from tpf_jit.ops.settings import residual_compensation
 from tpf_jit.ops.triangle_attention import triangle_attention
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
@@ -112,9 +112,10 @@ def explain(
 ) -> Explanation:
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
-    Calls are named by their tensors as for `is_supported`. Of a triangle multiplication's kernels it shows the contraction, and
-    names those of forward and backward in the order of their launches. Where no kernel can run here, the explanation still shows
-    those that the default architecture would run.
+    Calls are named by their tensors as for `is_supported`. Shown is the kernel of inference, of a triangle multiplication's the
+    contraction. The others of the forward, and those of a training step in which everything has a gradient, are named in the
+    order of their launches, with where their configurations come from. Where no kernel can run here, the explanation shows those
+    that the default architecture would run.
 
     Raises:
         InvalidInput: tensors that do not fit together.
@@ -124,27 +125,14 @@ def explain(
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     several = isinstance(shape, TriangleMultiplicationShape)
+    in_pytorch = None if k is None else launch.repeats_in_training(*shadows(q, k, v, bias)[::3])
     try:
         family = multiplication_routing.contraction(shape.direction) if several else f"{shape.op}/forward"
         kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
-    passes = _explain_passes(shape, kernel.spec.arch, reason is None) if several else (None, None)
-    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, *passes)
-
-
-def _explain_passes(shape: TriangleMultiplicationShape, arch: str, here: bool) -> tuple[str, str]:
-    """Kernels of the forward and of the backward (or why that is PyTorch's) of a call without residual, on this device or on one
-    of the architecture."""
-
-    def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
-        found = [kernels.get_kernel(family, shape, flags).spec.template for family, flags in variants]
-        names = ", ".join(dict.fromkeys(found))
-        return names if here else f"{names} (what a device of {arch} would run)"
-
-    reason = multiplication_routing.backward_unsupported(shape)
-    backward = named(multiplication_backward.all_variants(shape)) if reason is None else f"PyTorch: {reason}"
-    return named(multiplication_routing.usual_variants(shape)[:-1]), backward  # the last of the usual has a residual
+    passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch)
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, passes)
 
 
 def compile(
@@ -329,11 +317,7 @@ def _of_training(shape: Any) -> list[kernels.Kernel]:
         return [kernels.get_kernel(family, shape, flags) for family, flags in dict.fromkeys(wanted)]
     if not isinstance(shape, TriangleAttentionShape):
         return []
-    compensated = settings.compensates(shape.mask == "additive")
-    backward = launch.backward_variants(compensated, (True,) * 4)
-    forward = routing.FORWARD_TRAINING if compensated else routing.FORWARD
-    wanted = [(forward, ()), *((family, flags) for family, flags, _ in backward)]
-    return [kernels.get_kernel(family, shape, flags) for family, flags in wanted]
+    return [kernels.get_kernel(family, shape, flags) for family, flags in launch.training_variants(shape)]
 
 
 def _first_that_serves(shape: Any, op: str, direction: str, arch: str) -> Any:

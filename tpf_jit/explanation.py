@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpf_jit import kernels
-from tpf_jit.errors import CacheUntrusted, NoKernel
+from tpf_jit.errors import CacheUntrusted, NoKernel, ShapeUnsupported
+from tpf_jit.ops import launch, multiplication_backward, multiplication_routing
 from tpf_jit.resolve import default_dispatcher
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.templates.base import config_to_dict
 
 
@@ -39,9 +41,12 @@ class Explanation:
     resources: dict[str, Any] = field(default_factory=dict)
     """Of the compiled kernel, or what arithmetic says before it is compiled."""
     forward: str | None = None
-    """Of a triangle multiplication: the templates of the forward's kernels, in the order of their launches."""
+    """Of a triangle multiplication: the templates of the forward's kernels, in the order of their launches, each with where its
+    configuration comes from (as `config_from`)."""
+    training: str | None = None
+    """Of triangle attention: the same of its forward in training, which is a kernel of its own."""
     backward: str | None = None
-    """The same of the backward, or "PyTorch: " and why."""
+    """The same of the backward in which everything has a gradient, or "PyTorch: " and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-friendly values."""
@@ -62,7 +67,8 @@ class Explanation:
                 f"  object     {self.state}",
                 "  resources  " + (", ".join(f"{name}={value}" for name, value in _shown(self.resources)) or "unknown"),
             ]
-        for name, kernels_of in (("forward", self.forward), ("backward", self.backward)):
+        for name in ("forward", "training", "backward"):
+            kernels_of = getattr(self, name)
             if kernels_of is not None:
                 # Six full names would fill several lines; all begin with that of the operation.
                 short = kernels_of.replace(f"{self.shape.partition('/')[0]}_", "")
@@ -70,11 +76,43 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_kernel(
-    kernel: kernels.Kernel, path: str, reason: str, forward: str | None = None, backward: str | None = None
-) -> Explanation:
-    """All about one kernel, for a call that takes `path` for `reason`, and the kernels of both passes where they are several.
-    Compiles nothing."""
+class Passes(NamedTuple):
+    """The kernels that a problem takes beside the one that is explained, as `Explanation` has them."""
+
+    forward: str | None = None
+    training: str | None = None
+    backward: str | None = None
+
+
+def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = None) -> Passes:
+    """The kernels of the forward and of the backward of a call without residual, on this device or on one of the architecture.
+
+    Args:
+        shape: a problem of one of our operations; of others nothing is known.
+        here: whether this device runs kernels.
+        in_pytorch: why the backward is PyTorch's whatever kernels there are, None if nothing says so.
+    """
+
+    def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
+        try:
+            found = [kernels.get_kernel(family, shape, flags) for family, flags in variants]
+        except (NoKernel, ShapeUnsupported) as error:
+            return f"PyTorch: {error}"
+        names = ", ".join(dict.fromkeys(f"{kernel.spec.template} ({kernel.config_from})" for kernel in found))
+        return names if here else f"{names} (what a device of {arch} would run)"
+
+    if isinstance(shape, TriangleAttentionShape):
+        forward, *backward = launch.training_variants(shape)
+        return Passes(None, named([forward]), named(backward) if in_pytorch is None else f"PyTorch: {in_pytorch}")
+    if not isinstance(shape, TriangleMultiplicationShape):
+        return Passes()
+    reason = in_pytorch or multiplication_routing.backward_unsupported(shape)
+    backward = named(multiplication_backward.all_variants(shape)) if reason is None else f"PyTorch: {reason}"
+    return Passes(named(multiplication_routing.usual_variants(shape)[:-1]), None, backward)  # the last has a residual
+
+
+def explain_kernel(kernel: kernels.Kernel, path: str, reason: str, passes: Passes | None = None) -> Explanation:
+    """All about one kernel, for a call that takes `path` for `reason`, and the other kernels of both passes. Compiles nothing."""
     template = kernel.template
     found = None
     if kernel.config_from != "explicit":
@@ -94,8 +132,7 @@ def explain_kernel(
         measured_us=None if found is None else found.us,
         state=state,
         resources=resources or vars(template.resources(kernel.shape, kernel.config)),
-        forward=forward,
-        backward=backward,
+        **({} if passes is None else passes._asdict()),
     )
 
 

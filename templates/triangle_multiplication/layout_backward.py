@@ -62,8 +62,9 @@ def front_planes_empty(z: Tensor, hidden: int, splits: int) -> tuple[Tensor, Ten
 
 
 def _planes_empty(z: Tensor, splits: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    planes, sums = (torch.empty((splits, rows, n), dtype=_wide(z.dtype), device=z.device) for n in (columns, 2))
-    return planes, sums
+    dtype, device = _wide(z.dtype), z.device
+    planes = torch.empty((splits, rows, columns), dtype=dtype, device=device)
+    return planes, torch.empty((splits, rows, 2), dtype=dtype, device=device)
 
 
 def finish(
@@ -151,13 +152,14 @@ def finish_operands(weights: Weights, *planes: Tensor) -> tuple[Weights, tuple[T
         weights: of a kind that `kernel_finishes` takes.
         planes: front_planes, front_sums, back_planes, back_sums.
     """
-    w, grads = weights, Weights(*(None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in weights))
+    w, device = weights, planes[0].device
+    grads = Weights(*[None if x is None else torch.empty(x.shape, dtype=x.dtype, device=device) for x in w])
     channels, hidden = w.p_out_weight.shape
     inner, outer = ((4 * hidden + channels) // ROWS, 2, channels), (channels // ROWS, 2, hidden)
     return grads, (
-        *(x.contiguous() for x in _matrices_and_norms(w)), *planes, *_matrices_and_norms(grads),
+        *[x.contiguous() for x in _matrices_and_norms(w)], *planes, *_matrices_and_norms(grads),
         grads.p_in_bias, grads.g_in_bias, grads.p_out_bias, grads.g_out_bias,
-        *(torch.empty(size, dtype=torch.float32, device=planes[0].device) for size in (inner, outer)),
+        *[torch.empty(size, dtype=torch.float32, device=device) for size in (inner, outer)],
     )  # fmt: skip
 
 

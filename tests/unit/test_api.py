@@ -20,6 +20,7 @@ from emulation import EmulatedKernel
 import tpf_jit
 from tpf_jit import api, kernels, resolve
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, InvalidInput, NoKernel, ShapeUnsupported
+from tpf_jit.explanation import explain_passes
 from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
 from tpf_jit.templates.triangle_attention import reference
@@ -186,6 +187,56 @@ def test_explain_of_tensors_is_that_of_their_shape(hopper) -> None:
     mask = torch.ones(1, 5, 1, 1, 16, dtype=torch.bool)
     assert api.explain(q, k, v, bias, mask) == api.explain(TriangleAttentionShape.from_tensors(q, k, v, bias, mask))
     assert api.explain(q, k, v, bias).path == "kernel"
+
+
+def test_explain_names_what_a_training_step_of_attention_runs(hopper, monkeypatch) -> None:
+    usual = kernels.get_kernel
+    asked = []
+
+    def get_kernel(name, shape, flags=(), *rest):
+        asked.append((name.partition("/")[2], dict(flags)))
+        return usual(name, shape, flags, *rest)
+
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    found = api.explain(SHAPE)
+    assert [name for name, _ in asked] == ["forward", "forward_training", "backward_stats", "backward_key", "backward_query"]
+    assert asked[2:] == [("backward_stats", {"residual": True}), ("backward_key", {}), ("backward_query", {"dbias": True})]
+    steps = [kernel.spec.template for kernel in api._of_training(SHAPE)]
+    assert found.training == f"{steps[0]} (default)"
+    assert found.backward == ", ".join(f"{name} (default)" for name in steps[1:]) and found.forward is None
+    text = str(found)
+    assert "\n  training   forward_training_sm90 (default)\n  backward   backward_stats_sm90 (default), backward_key_sm90" in text
+    assert set(found.to_dict()) >= {"training", "backward"}
+    with tpf_jit.residual_compensation(False):
+        plain = api.explain(SHAPE)
+    assert plain.training == "triangle_attention_forward_sm90 (default)" and asked[-3] == ("backward_stats", {"residual": False})
+
+
+def test_explain_says_where_the_configurations_of_training_come_from(hopper, monkeypatch) -> None:
+    monkeypatch.setattr(resolve, "_default_dispatcher", [resolve.Dispatcher(user_db=False)])
+    kernels.reload_choices()
+    found = api.explain(SHAPE)
+    # The shipped tables are of an H200, which this machine does not say that it has.
+    assert found.training.endswith(" (sibling)") and found.backward.count("(sibling)") == 3
+
+
+def test_explain_says_why_pytorch_does_the_backward_of_attention(hopper, monkeypatch) -> None:
+    q, k, v, _ = tensors(B=2)
+    rows = torch.randn(1, 5, 3, 16, 16)
+    assert api.explain(q, k, v, rows).backward == "PyTorch: every row has a bias of its own that all batch elements share"
+    shared = torch.randn(1, 1, 3, 16, 16)
+    for bias in (shared, shared.expand(2, 5, 3, 16, 16), torch.randn(2, 5, 3, 16, 16)):
+        assert "PyTorch" not in api.explain(q, k, v, bias).backward
+    usual = kernels.get_kernel
+
+    def get_kernel(name, *rest):
+        if name == routing.BACKWARD_KEY:
+            raise NoKernel("there is none")
+        return usual(name, *rest)
+
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    found = api.explain(SHAPE)
+    assert found.backward == "PyTorch: there is none" and "forward_training" in found.training
 
 
 def test_explain_of_what_no_kernel_could_take(hopper) -> None:
@@ -440,7 +491,7 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
 
     def get_kernel(family, shape, flags=(), *rest):
         asked.append((family.partition("/")[2], dict(flags)))
-        return SimpleNamespace(spec=SimpleNamespace(template=f"fake_{family.partition('/')[2]}"))
+        return SimpleNamespace(spec=SimpleNamespace(template=f"fake_{family.partition('/')[2]}"), config_from="nearest")
 
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
     assert api._of_training(shape) == []
@@ -454,10 +505,11 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     assert [flags for _, flags in asked[:5]] == [
         {"bias": False}, {}, {}, *({"residual": added, "stats": True} for added in (False, True)),
     ]  # fmt: skip
-    texts = [", ".join(f"fake_{name}" for name in names) for names in (["fold", "front", "product_tn", "back"], backward)]
-    assert api._explain_passes(shape, "sm_90a", True) == tuple(texts)
-    there = tuple(f"{text} (what a device of sm_90a would run)" for text in texts)
-    assert api._explain_passes(shape, "sm_90a", False) == there
+    both = ["fold", "front", "product_tn", "back"], backward
+    texts = [", ".join(f"fake_{name} (nearest)" for name in names) for names in both]
+    assert explain_passes(shape, "sm_90a", True) == (texts[0], None, texts[1])
+    there = [f"{text} (what a device of sm_90a would run)" for text in texts]
+    assert explain_passes(shape, "sm_90a", False) == (there[0], None, there[1])
 
 
 @pytest.mark.parametrize("mask", ["none", "additive"])

@@ -128,7 +128,7 @@ def test_the_algebra_is_exact(kernels, direction: str, keep: Keep, case: str) ->
     assert relative_rms(dz, ref) < 1e-12
     for name, grad, want in zip(Weights._fields, grads, refs, strict=True):
         # Gradients of float32 weights are rounded to it.
-        assert grad.numel() == 0 if want is None else relative_rms(grad, want) < 1e-6, name
+        assert grad is None if want is None else relative_rms(grad, want) < 1e-6, name
 
 
 def test_equal_calls_give_equal_bits(kernels) -> None:
@@ -140,6 +140,51 @@ def test_equal_calls_give_equal_bits(kernels) -> None:
     with torch.autocast("cpu", dtype=BF16):
         out.backward(x.grad_out)
     assert equal(first, gradients(x)), "autocast casts nothing inside a backward"
+
+
+def test_autocast_is_left_only_where_it_is_on(kernels, monkeypatch) -> None:
+    entered = []
+    usual = torch.autocast.__enter__
+    x = leaves(call(17))
+    found, saved = kernels_and_saved(x)
+    monkeypatch.setattr(torch.autocast, "__enter__", lambda self: entered.append(self._enabled) or usual(self))
+
+    def backward(needed: list[bool]) -> list:
+        with torch.no_grad():
+            return multiplication_backward.backward(found, x.grad_out, x.z, x.mask, x.weights, saved, 1e-5, needed)
+
+    everything = backward([True] * 13)
+    assert entered == []
+    with torch.autocast("cpu", dtype=BF16):
+        again = backward([True] * 13)
+    assert entered == [True, False]
+    pairs = list(zip(everything, again, strict=True))
+    assert any(one is None for one, _ in pairs), "weights that are not there have no gradient, not an empty one"
+    assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
+
+
+def kernels_and_saved(x: Inputs) -> tuple[multiplication_backward.Kernels, Saved]:
+    """The kernels of a backward of everything, and what a forward leaves for it."""
+    shape = multiplication_routing.kernel_shape(x.z, x.mask, x.weights.p_in_weight, "outgoing", BF16)
+    forward = multiplication_launch.find(shape, x.weights, None, True, x.z.device)
+    with torch.no_grad():
+        _, saved = multiplication_launch.forward(forward, x.z, x.mask, x.weights, None, 1e-5, Keep(True, True, True))
+    take = multiplication_backward.steps(x.weights, [True] * 13)
+    return multiplication_backward.find(shape, take, (True, True), x.z.device), saved
+
+
+def test_gradients_that_are_not_wanted_are_empty_for_the_operator_alone(kernels) -> None:
+    x = call(17)
+    _, saved = kernels_and_saved(x)
+    needed = [True] + [False] * 12
+    take = multiplication_backward.steps(x.weights, needed)
+    shape = multiplication_routing.kernel_shape(x.z, x.mask, x.weights.p_in_weight, "outgoing", BF16)
+    found = multiplication_backward.find(shape, take, (True, True), x.z.device)
+    with torch.no_grad():
+        plain = multiplication_backward.backward(found, x.grad_out, x.z, x.mask, x.weights, saved, 1e-5, needed)
+        grads = ops._backward_op(x.grad_out, x.z, x.mask, *x.weights, saved.x, "outgoing", 1e-5, BF16, needed, *saved[1:])
+    assert torch.equal(plain[0], grads[0]) and plain[1:] == [None] * 12
+    assert all(grad.numel() == 0 and grad.dtype == x.z.dtype for grad in grads[1:])
 
 
 # Only what is needed

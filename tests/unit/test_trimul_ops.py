@@ -834,8 +834,11 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
     assert (found.path, found.shape) == ("kernel", key) and "product_nt" in found.template
     names = ("fold", "front_rows", "product_nt", "back")
-    assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90" for name in names)
-    assert "  forward    fold_sm90, front_rows_sm90, product_nt_sm90, back_sm90\n" in str(found)
+    sources = [part.rpartition(" ")[2] for part in found.forward.split(", ")]
+    assert set(sources) <= {"(tuned)", "(nearest)", "(sibling)", "(default)"}
+    pairs = list(zip(names, sources, strict=True))
+    assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90 {source}" for name, source in pairs)
+    assert f"  forward    {', '.join(f'{name}_sm90 {source}' for name, source in pairs)}\n" in str(found)
     assert "dtype" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")

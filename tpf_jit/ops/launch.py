@@ -12,7 +12,7 @@ from torch import Tensor
 from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import InvalidInput, NoKernel
-from tpf_jit.ops import checks, plans, routing
+from tpf_jit.ops import checks, plans, routing, settings
 from tpf_jit.shape import TriangleAttentionShape
 from tpf_jit.templates.triangle_attention import layout, layout_backward
 
@@ -64,6 +64,14 @@ def backward_variants(compensated: bool, needed: Sequence[bool]) -> tuple[tuple[
     )
 
 
+def training_variants(shape: TriangleAttentionShape) -> list[tuple[str, kernels.Flags]]:
+    """(family, flags) of a training step in which everything has a gradient: its forward as `settings` have it, then the three
+    of the backward."""
+    compensated = settings.compensates(shape.mask == "additive")
+    forward = routing.FORWARD_TRAINING if compensated else routing.FORWARD
+    return [(forward, ()), *((family, flags) for family, flags, _ in backward_variants(compensated, (True,) * 4))]
+
+
 def find_backward(
     shape: TriangleAttentionShape, compensated: bool, needed: Sequence[bool], device: torch.device
 ) -> BackwardKernels | str:
@@ -86,6 +94,14 @@ def repeats(q: Tensor, bias: Tensor) -> str | None:
     if bias.shape[0] == 1 < batch and bias.shape[1] == rows > 1:
         return "every row has a bias of its own that all batch elements share"
     return None
+
+
+def repeats_in_training(q: Tensor, bias: Tensor) -> str | None:
+    """`repeats` for a bias as training reads it: an expanded axis as one element (see `triangle_attention`)."""
+    for axis in (0, 1):
+        if bias.stride(axis) == 0:
+            bias = bias.narrow(axis, 0, 1)
+    return repeats(q, bias)
 
 
 def backward(

@@ -14,13 +14,14 @@ factors gets both again from its own front and contraction kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpf_jit.kernels import Flags
-from tpf_jit.ops import multiplication_routing, routing
+from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.ops.launch import on_device
 from tpf_jit.ops.multiplication_launch import Saved
 from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
@@ -128,8 +129,8 @@ def backward(
     saved: Saved,
     eps: float,
     needed: Sequence[bool],
-) -> list[Tensor]:
-    """Gradients as `multiplication_fallback.backward` returns them, by the kernels that were found for `needed`.
+) -> list[Tensor | None]:
+    """Gradients of z and the weights, by the kernels that were found for `needed`; None where there is none.
 
     Args:
         grad_out: like the update, any strides.
@@ -137,7 +138,9 @@ def backward(
         saved: what it left; nothing of it is written over.
     """
     hidden, grads = weights.hidden, Weights(*(None,) * len(needed[1:]))
-    with on_device(z), torch.autocast(z.device.type, enabled=False):
+    # Turning autocast off takes 2 us, and is of use only where it is on.
+    plain = nullcontext() if plans.autocast_dtype(z) is None else torch.autocast(z.device.type, enabled=False)
+    with on_device(z), plain:
         folded = layout.folded_parts(weights, saved.matrices, saved.terms)
         masked = found.front is not None or found.back_backward is not None
         operands = layout.prepare(z, mask if masked else None, folded)
@@ -146,7 +149,7 @@ def backward(
         back = (operands.z, saved.z_stats, x, saved.x_stats, dout, folded.p_out, folded.g_out, folded.out_terms)
         back_sums = _sums(found.back_weights, back, z, hidden, layout_backward.back_planes_empty)
         front_sums = None, None
-        dz = z.new_empty(0)
+        dz = None
         if found.back_backward is not None:
             dx, dzn = torch.empty_like(x), layout_backward.pair_empty(z)
             found.back_backward.function(*back, dx, dzn, found.back_backward.num_ctas)
@@ -165,7 +168,7 @@ def backward(
                     dz.copy_(target)
         if found.back_weights is not None or found.front_weights is not None:
             grads = _weight_gradients(found.finish, weights, (*front_sums, *back_sums), needed[1:])
-    return [dz, *(z.new_empty(0) if grad is None else grad for grad in grads)]
+    return [dz, *grads]
 
 
 def _rebuilt(found: Kernels, operands: layout.Operands, saved: Saved, eps: float, hidden: int) -> tuple[Tensor, Tensor | None]:
@@ -177,18 +180,19 @@ def _rebuilt(found: Kernels, operands: layout.Operands, saved: Saved, eps: float
         found.front.function(*operands.front(factors, again), eps, found.front.num_ctas)
     if found.contraction is not None:
         x = layout.contraction_empty(operands.z, hidden)
-        found.contraction.function(factors[:, 0], factors[:, 1], x, found.contraction.num_ctas)
+        found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
     return x, factors
 
 
 def _factor_gradients(found: Kernels, dx: Tensor, factors: Tensor) -> Tensor:
     """The gradients of a and b, laid out as these are."""
-    a, b = factors[:, 0], factors[:, 1]
+    a, b = factors.unbind(1)
     grads = torch.empty_like(factors)
+    da, db = grads.unbind(1)
     # Outgoing da = dx b, db = dx^T a; incoming da = b dx^T, db = a dx, as matrices of one channel.
     left, right = ((dx, b), (dx, a)) if found.outgoing else ((b, dx), (a, dx))
-    found.left.function(*left, grads[:, 0], found.left.num_ctas)
-    found.right.function(*right, grads[:, 1], found.right.num_ctas)
+    found.left.function(*left, da, found.left.num_ctas)
+    found.right.function(*right, db, found.right.num_ctas)
     return grads
 
 
@@ -211,8 +215,7 @@ def _weight_gradients(
         return layout_backward.finish(weights, *sums, needed)
     grads, arguments = layout_backward.finish_operands(weights, *sums)
     launch.function(*arguments, launch.num_ctas)
-    laid = (None if grad is None else _like(w, grad) for w, grad in zip(weights, grads, strict=True))
-    return Weights(*laid)
+    return Weights(*[None if grad is None else _like(w, grad) for w, grad in zip(weights, grads, strict=True)])
 
 
 def _like(weight: Tensor, grad: Tensor) -> Tensor:

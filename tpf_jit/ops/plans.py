@@ -78,15 +78,23 @@ def inspect_call(
     checks.check_types(q, k, v, bias, mask)
     cast_to = autocast_dtype(q)
     checks.check(q, k, v, bias, mask, one_dtype=cast_to is None)
+    plan, _ = _decide(*shadows(q, k, v, bias, mask), q.device)
+    return plan.reason, plan.shape
+
+
+def shadows(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Checked tensors as meta tensors of canonical rank, with the dtypes that autocast gives them."""
+    cast_to = autocast_dtype(q)
     dtypes = [x.dtype if cast_to is None or x.dtype == torch.float64 else cast_to for x in (q, k, v)]
     dtypes += [bias.dtype, None if mask is None else mask.dtype]
-    shadows = (
-        None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
-        for x, dtype in zip((q, k, v, bias, mask), dtypes, strict=True)
+    return checks.canonical(
+        *(
+            None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+            for x, dtype in zip((q, k, v, bias, mask), dtypes, strict=True)
+        )
     )
-    q_, k_, v_, bias_, mask_ = checks.canonical(*shadows)
-    plan, _ = _decide(q_, k_, v_, bias_, mask_, q.device)
-    return plan.reason, plan.shape
 
 
 def check_canonical(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> None:

@@ -6,7 +6,6 @@ the device is looked at.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpf_jit import kernels
+from tpf_jit import errors, kernels
 from tpf_jit.device import current_device
 from tpf_jit.errors import CompileFailed, FallbackWarning, NoKernel, ShapeUnsupported
 from tpf_jit.shape import BIAS_DTYPES, KERNEL_DTYPES, MAX_HEAD_DIM, TriangleAttentionShape, dtype_name
@@ -138,7 +137,7 @@ def warn_once(reason: str, what: str = "triangle_attention") -> None:
     if text in _warned or reason == EMPTY:
         return
     _warned.add(text)
-    warnings.warn(text, FallbackWarning, stacklevel=2)
+    errors.warn(text, FallbackWarning)
 
 
 _KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_DTYPES)

@@ -5,7 +5,7 @@
       -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved: kernels, or PyTorch in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-On a Hopper GPU and with bf16 activations the forward is four kernels (`multiplication_launch`), and the backward up to six more
+On a Hopper GPU and with bf16 activations the forward is four kernels (`multiplication_launch`), and the backward up to seven more
 (`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
 """
 
@@ -267,7 +267,8 @@ def _backward(grad_out, z, mask, *arguments):
         there = (x is not None, saved.factors is not None)
         found = _find_backward(shape, weights, output_mask, there, z.device)
         if found is not None:
-            return multiplication_backward.backward(found, grad_out, z, mask, weights, saved, rule.eps, output_mask)
+            grads = multiplication_backward.backward(found, grad_out, z, mask, weights, saved, rule.eps, output_mask)
+            return [z.new_empty(0) if grad is None else grad for grad in grads]  # an operator's results share no memory
     elif reason is None:
         reason = multiplication_routing.backward_unsupported(shape)
         if reason is not None:
