@@ -342,10 +342,10 @@ def _folder(run: str) -> Path:
 
 def _remove_folder(run: str) -> None:
     """Remove this run's folder on the node where this is called; an actor that is being killed may make and fill it until it is
-    dead, so it must stay away for a second."""
+    dead, so it must stay away for some seconds."""
     now = seen = time.monotonic()
     end = now + CLOSE_S / 2
-    while now < end and now < seen + 1.0:
+    while now < end and now < seen + 3.0:
         if (folder := _folder(run)).exists():
             shutil.rmtree(folder, ignore_errors=True)
             seen = now
