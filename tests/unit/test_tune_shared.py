@@ -88,23 +88,29 @@ def server() -> Iterator[str]:
 
 
 WORKER = """
-import sys
+import sys, time
 from dataclasses import replace
+from pathlib import Path
 import many_fakes as fakes
 from tune_fakes import ToyShape
 from tpf_jit.tune.many import sweep_many
 fakes.register()
-url, path, crop = sys.argv[1:]
+url, path, crop, together = sys.argv[1:]
+Path(path + ".ready").touch()
+while together and not (Path(path).parent / "go").exists():
+    time.sleep(0.01)
 options = replace(fakes.travelling(sample_s=0.002), storage=url)
 summary = sweep_many(fakes.cells([ToyShape(int(crop), 8)]), path, options, progress=False)
 print(summary.new_trials)
 """
 
 
-def start(url: str, path: Path, crop: int) -> subprocess.Popen:
+def start(url: str, path: Path, crop: int, together: bool = False) -> subprocess.Popen:
+    """A worker; `together`: it begins when its folder has a file named "go"."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", WORKER, url, str(path), str(crop)], env=environment, **pipes)
+    arguments = [url, str(path), str(crop), "together" if together else ""]
+    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], env=environment, **pipes)
 
 
 def finish(process: subprocess.Popen) -> int:
@@ -116,7 +122,12 @@ def finish(process: subprocess.Popen) -> int:
 def test_four_processes_with_databases_of_their_own_search_one_cell(server, tmp_path):
     """They begin at once, on a server without tables."""
     paths = [tmp_path / f"{number}.db" for number in range(4)]
-    counts = [finish(process) for process in [start(server, path, 64) for path in paths]]
+    processes = [start(server, path, 64, together=True) for path in paths]
+    end = time.monotonic() + 60.0
+    while not all(Path(f"{path}.ready").exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    counts = [finish(process) for process in processes]
     assert sum(counts) == len(CONFIGS) and sum(count > 0 for count in counts) >= 2
     random.Random(3).shuffle(paths)
     with TuningStore(tmp_path / "all.db") as store:
