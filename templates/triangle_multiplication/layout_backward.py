@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from tpf_jit.templates.triangle_multiplication.config_finish import ROWS
-from tpf_jit.templates.triangle_multiplication.layout import Weights
+from tpf_jit.templates.triangle_multiplication.layout import Weights, has_biases
 
 
 def pair_empty(z: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def kernel_finishes(weights: Weights, needed: Sequence[bool]) -> bool:
         dtype in (torch.float32, torch.bfloat16)
         and all(x.dtype == dtype for x in (w.g_in_weight, w.p_out_weight, w.g_out_weight))
         and (norms == {dtype} or norms == {torch.float32})
-        and (all(x is None for x in biases) or all(x is not None and x.dtype == dtype for x in biases))
+        and (not has_biases(w) or all(x is not None and x.dtype == dtype for x in biases))
         and all(need or x is None for x, need in zip(w, needed, strict=True))
     )
 

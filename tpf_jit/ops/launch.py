@@ -89,7 +89,7 @@ def find_backward(
 def repeats(q: Tensor, bias: Tensor) -> str | None:
     """Why the kernels cannot give a bias its gradient: they would sum it over axes that it has. None if they can."""
     batch, rows = q.shape[:2]
-    if any(size > 1 and step == 0 for size, step in zip(bias.shape[:2], bias.stride()[:2], strict=True)):
+    if is_expanded(bias, 0) or is_expanded(bias, 1):
         return "the bias has an expanded axis, whose gradient kernels sum"
     if bias.shape[0] == 1 < batch and bias.shape[1] == rows > 1:
         return "every row has a bias of its own that all batch elements share"
@@ -97,11 +97,21 @@ def repeats(q: Tensor, bias: Tensor) -> str | None:
 
 
 def repeats_in_training(q: Tensor, bias: Tensor) -> str | None:
-    """`repeats` for a bias as training reads it: an expanded axis as one element (see `triangle_attention`)."""
+    """`repeats` for a bias as training reads it."""
+    return repeats(q, unexpanded(bias))
+
+
+def is_expanded(x: Tensor, axis: int) -> bool:
+    """Whether all elements along an axis are one."""
+    return x.shape[axis] > 1 and x.stride(axis) == 0
+
+
+def unexpanded(bias: Tensor) -> Tensor:
+    """A bias with one element where its batch or row axis is expanded, as training reads it."""
     for axis in (0, 1):
-        if bias.stride(axis) == 0:
+        if is_expanded(bias, axis):
             bias = bias.narrow(axis, 0, 1)
-    return repeats(q, bias)
+    return bias
 
 
 def backward(

@@ -85,16 +85,12 @@ def triangle_attention(
     leading = q.shape[:-4]
     if not canonical:
         q, k, v, bias, mask = checks.canonical(q, k, v, bias, mask)
-    if bias.requires_grad and (_is_expanded(bias, 0) or _is_expanded(bias, 1)):
+    if bias.requires_grad and (launch.is_expanded(bias, 0) or launch.is_expanded(bias, 1)):
         bias = _Shared.apply(bias)
     # What the operator saves is decided below torch.compile's tracing, the setting is read inside it, where a change is noticed.
     out, lse, _, _ = _forward_op(q, k, v, bias, mask, scale, False, settings.compensate, workspace_mib)
     out = checks.split_leading(out, leading)
     return (out, checks.split_leading(lse, leading)) if return_lse else out
-
-
-def _is_expanded(x: Tensor, axis: int) -> bool:
-    return x.shape[axis] > 1 and x.stride(axis) == 0
 
 
 def _forward(q, k, v, bias, mask, scale, need_residual, compensate=True, workspace_mib=None):
@@ -214,9 +210,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bias):
         ctx.sizes = bias.shape
-        if _is_expanded(bias, 0):
-            bias = bias[:1]
-        return bias[:, :1] if _is_expanded(bias, 1) else bias
+        return launch.unexpanded(bias)
 
     @staticmethod
     def backward(ctx, grad):

@@ -10,7 +10,7 @@ from typing import Any
 
 from tpf_jit import resolve
 from tpf_jit.errors import NoKernel, TpfError
-from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
+from tpf_jit.shape import SHAPES, TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.templates.base import canonical_json
 from tpf_jit.tuning_db import trust
@@ -262,13 +262,10 @@ def _parameter(name: str, entries: list[tuple[str, Mapping[str, Any], float]]) -
 
 
 def _shape(op: str, key: str) -> Any:
-    for known in (TriangleAttentionShape, TriangleMultiplicationShape):
-        if op == known.op:
-            try:
-                return known.parse(key)
-            except TpfError:
-                return None
-    return None
+    try:
+        return SHAPES[op].parse(key) if op in SHAPES else None
+    except TpfError:
+        return None
 
 
 def _stale(winner: Winner, said: trust.Statements, present: dict[str, trust.Present]) -> list[str]:
