@@ -361,7 +361,7 @@ def _build(specs: Iterable[KernelSpec], workers: int | None) -> None:
 # A variant's flag, and the attribute by which a workload gives a kernel what it compiles in.
 _FLAG_ATTRIBUTES = (
     ("residual", "residual"), ("residual", "with_residual"), ("dbias", "dbias"), ("stats", "with_stats"), ("stats", "stats"),
-    ("bias", "projection_biases"),
+    ("bias", "projection_biases"), ("norm_dtype", "norm_dtype"),
 )  # fmt: skip
 
 

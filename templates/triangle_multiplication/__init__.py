@@ -1,8 +1,8 @@
 """Triangle multiplicative update: templates, operand layout, float64 reference, inputs and workloads.
 
 Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
-`workload` need torch, as do the backward's `layout_backward`, `workload_backward` and
-`workload_finish`.
+`workload` need torch, as do the backward's `layout_backward`, `workload_backward`,
+`workload_gradients` and `workload_finish`.
 """
 
 from tpf_jit.templates.triangle_multiplication.config import (
@@ -20,6 +20,7 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
     TriangleMultiplicationFrontWeights,
 )
 from tpf_jit.templates.triangle_multiplication.config_finish import TriangleMultiplicationFinish
+from tpf_jit.templates.triangle_multiplication.config_gradients import TriangleMultiplicationFrontGradients
 from tpf_jit.templates.triangle_multiplication.config_rows import (
     TriangleMultiplicationBackRows,
     TriangleMultiplicationFrontRows,
@@ -38,6 +39,7 @@ TEMPLATES = (
     TriangleMultiplicationBackWeights,
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
+    TriangleMultiplicationFrontGradients,
     TriangleMultiplicationFinish,
 )
 """Of one family, the first that serves a problem is chosen where nothing is tuned."""

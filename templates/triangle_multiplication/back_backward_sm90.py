@@ -28,7 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.norm import norm_gradient
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
@@ -42,7 +42,17 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, more_of_pairs, rounds
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    decode,
+    fetch_statistics,
+    fill_more,
+    follow,
+    more_of_pairs,
+    rounds,
+    sigmoids,
+)
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 
@@ -245,18 +255,16 @@ class TriangleMultiplicationBackBackwardSm90:
         tMoreP, tMoreG = (self.project_more.make_fragment_B(by_more.partition_B(t)) for t in (sMoreP, sMoreG))
         fragments = (tX, tZ, tP, tG, tPt, tGt, tMoreP, tMoreG)
         state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
-        for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+        # (mean, rstd) of this thread's two pairs, fetched a tile ahead.
+        of_z, of_x, ahead_z, ahead_x = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(4))
+        norms = (of_x, of_z)
+        tile, step = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
+        self.fetch((ahead_z, ahead_x), stats, tile, sizes, tidx)
+        for _ in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
-            # (mean, rstd) of this thread's two pairs.
-            of_z, of_x = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
-            for r in cutlass.range_constexpr(2):
-                j = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
-                for of_pair, given in ((of_z, stats[0]), (of_x, stats[1])):
-                    two = read_statistics(given, (batch, i, j), crop)
-                    of_pair[0, r], of_pair[1, r] = two[0], two[1]
-            norms = (of_x, of_z)
+            of_z.store(ahead_z.load())
+            of_x.store(ahead_x.load())
             wait_stage(ring, place, state.phase)
             dx_tile = cute.local_tile(gDx, (ROWS, self.hidden), (block, 0, i, batch))
             dzn_tile = cute.local_tile(gDzn, (ROWS, self.channels), (block, 0, i, batch))
@@ -266,6 +274,7 @@ class TriangleMultiplicationBackBackwardSm90:
                 acc_x, acc_z, d_state, w_state = self.walk(
                     (pipe_w, d_ring), d_state, w_state, fragments, sD, norms, where, True, True
                 )
+                self.fetch((ahead_z, ahead_x), stats, tile + step, sizes, tidx)
                 self.normalise(acc_x, sX[None, None, place], sX[None, None, place], of_x, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
                 store_in_place(tidx, wg, sX, place, tma_dx, dx_tile, tile < tiles, False)
@@ -278,10 +287,21 @@ class TriangleMultiplicationBackBackwardSm90:
                 _, acc_z, d_state, w_state = self.walk(
                     (pipe_w, d_ring), d_state, w_state, fragments, sD, norms, where, False, True
                 )
+                self.fetch((ahead_z, ahead_x), stats, tile + step, sizes, tidx)
                 write_tile(acc_z, sZ[None, None, place], self.spread_z, tidx, False)
             store_in_place(tidx, wg, sZ, place, tma_dzn, dzn_tile, tile < tiles)
             release_stage(ring, place)
             state.advance()
+            tile += step
+
+    @cute.jit
+    def fetch(self, found, stats, tile: Int32, sizes, tidx: Int32):
+        """Statistics of z and x of this thread's pairs of a tile; not before those of the tile before are in use, as a thread
+        waits for all that it has asked for."""
+        crop, blocks, tiles = sizes
+        where = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+        for own, given in zip(found, stats, strict=True):
+            fetch_statistics(own, given, where, crop, tidx)
 
     @cute.jit
     def walk(
@@ -349,14 +369,15 @@ class TriangleMultiplicationBackBackwardSm90:
         h, g = rows_view(acc_h), rows_view(acc_g)
         for j in cutlass.range_constexpr(self.tile_c // 8):
             for r in cutlass.range_constexpr(2):
-                incoming = two_columns(d, r, j)
+                incoming, s = two_columns(d, r, j), cute.make_rmem_tensor(2, Float32)
                 for c in cutlass.range_constexpr(2):
-                    n = 2 * j + c
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (of_z[1, r] * -LOG2_E), fastmath=True))
-                    grad = incoming[c] * s
+                    s[c] = g[r, 2 * j + c] * (of_z[1, r] * -LOG2_E)
+                sigmoids(s)
+                for c in cutlass.range_constexpr(2):
+                    n, grad = 2 * j + c, incoming[c] * s[c]
                     if const_expr(want_gate):
                         both = grad * (h[r, n] * of_x[1, r])
-                        g[r, n] = both - both * s
+                        g[r, n] = both - both * s[c]
                     h[r, n] = grad
 
     @cute.jit

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
-from tpf_jit.templates.common.norm import keep_statistics, operand_statistics, read_statistics
+from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
 from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
@@ -35,10 +35,13 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     MORE,
     add_residual,
     decode,
+    fetch_statistics,
     fill_more,
     follow,
     more_of_pairs,
+    pair_of_thread,
     rounds,
+    sigmoids,
     store_rounded,
 )
 
@@ -207,15 +210,14 @@ class TriangleMultiplicationBackRowsSm90:
         layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.hidden, self.channels, MORE)]
         state = consumer_state(self.stages)
         pipe_w.consumer_wait(consumer_state(1))
-        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = decode(tile, crop, blocks)
-            place, first = wg * self.stages + state.index, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
-            # ((mean, rstd), this thread's 2 pairs)
-            of_z = cute.make_rmem_tensor((2, 2), Float32)
-            for r in cutlass.range_constexpr(2):
-                two = read_statistics(mZStats, (batch, i, first + 8 * r), crop)
-                of_z[0, r], of_z[1, r] = two[0], two[1]
+        # ((mean, rstd), this thread's 2 pairs) of z, fetched a tile ahead
+        of_z, ahead_z = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
+        tile, step = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
+        block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+        fetch_statistics(ahead_z, mZStats, (block, i, batch), crop, tidx)
+        for _ in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
+            place, first = wg * self.stages + state.index, block * ROWS + pair_of_thread(0, tidx)
+            of_z.store(ahead_z.load())
             wait_stage(ring, place, state.phase)
             x = read_operand(sX[None, None, place], self.mma_read, tidx, self.hidden, READ_COLUMNS, True)
             z = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
@@ -236,6 +238,10 @@ class TriangleMultiplicationBackRowsSm90:
                 if const_expr(ahead < self.blocks):
                     self.start(mma, accs[ahead % self.sets], operands, weights, ahead)
                 warpgroup.wait_group(min(self.sets, self.blocks - c) - 1)
+                if const_expr(c == 0):  # not before the last ones are in use: a thread waits for all that it has asked for
+                    tile += step
+                    next_block, next_i, next_batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+                    fetch_statistics(ahead_z, mZStats, (next_block, next_i, next_batch), crop, tidx)
                 acc, acc_g = accs[c % self.sets]
                 self.gate(acc, acc_g, of_x, of_z)
                 if const_expr(self.has_residual):
@@ -245,6 +251,7 @@ class TriangleMultiplicationBackRowsSm90:
                 target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c, i, batch))
                 buffer = wg * self.out_stages + c % self.out_stages
                 store_rounded(rounded, sO, buffer, self.out_stages, mma, tma, target, wg, tidx, False)
+            block, i, batch = next_block, next_i, next_batch
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -264,10 +271,14 @@ class TriangleMultiplicationBackRowsSm90:
     def gate(self, acc_x, acc_g, of_x, of_z):
         """acc_x becomes value times sigmoid of gate."""
         x, g = rows_view(acc_x), rows_view(acc_g)
-        for n in cutlass.range_constexpr(self.tile_c // 4):
+        for n in cutlass.range_constexpr(0, self.tile_c // 4, 4):
             for r in cutlass.range_constexpr(2):
-                odds = cute.math.exp2(g[r, n] * (of_z[1, r] * -LOG2_E), fastmath=True)
-                x[r, n] = x[r, n] * of_x[1, r] * cute.arch.rcp_approx(1.0 + odds)
+                s = cute.make_rmem_tensor(4, Float32)
+                for c in cutlass.range_constexpr(4):
+                    s[c] = g[r, n + c] * (of_z[1, r] * -LOG2_E)
+                sigmoids(s, of_x[1, r])
+                for c in cutlass.range_constexpr(4):
+                    x[r, n + c] = x[r, n + c] * s[c]
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -7,7 +7,7 @@ config_backward.py.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpf_jit.templates.base import Resources, Template, Workload
@@ -303,24 +303,15 @@ class ProductConfig:
     tile_n: int = 256
     """Columns of one task."""
     consumer_warpgroups: int = 2
-    """Warpgroups that multiply."""
+    """Warpgroups that multiply; each owns 64 rows."""
     tile_k: int = 64
     """Depth of one stage."""
     stages: int = 4
-    """Stages in flight, of each ring."""
-    apart: int = 0
-    """1: every warpgroup has tasks of 128 rows and a ring of its own; 0: they share a task, with 64 rows each."""
+    """Stages in flight."""
+    cluster: int = 1
+    """CTAs that share the columns' operand, with tasks below each other."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
-
-    @property
-    def rings(self) -> int:
-        return self.consumer_warpgroups if self.apart else 1
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of one task."""
-        return 128 if self.apart else 64 * self.consumer_warpgroups
 
 
 class _Product(_MultiplicationTemplate):
@@ -334,36 +325,39 @@ class _Product(_MultiplicationTemplate):
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_n": (128, 192, 256), "consumer_warpgroups": (1, 2, 3), "tile_k": (32, 64, 128), "stages": range(2, 9),
-            "apart": (0, 1), "ctas_per_sm": (1,),
+            "cluster": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers(self, config: ProductConfig) -> tuple[int, int]:
         return register_split(config)
 
     def registers_needed(self, shape: Any, config: ProductConfig) -> int:
-        """Sums (tile_n/2 for every 64 rows), and 40 for the rest."""
-        return config.tile_n // 2 * (2 if config.apart else 1) + 40
+        """Sums (tile_n/2), and 40 for the rest."""
+        return config.tile_n // 2 + 40
 
     def shared_bytes(self, shape: Any, config: ProductConfig) -> int:
-        stage = 2 * config.tile_k * (config.tile_m + config.tile_n)
-        return 2048 + config.rings * config.stages * stage + config.consumer_warpgroups * 16384
+        stage = 2 * config.tile_k * (64 * config.consumer_warpgroups + config.tile_n)
+        return 2048 + config.stages * stage + config.consumer_warpgroups * 16384
 
     def space(self, shape: Any) -> list[ProductConfig]:
         # At tile_n = 64, ptxas serialises the products; what is not here was 10 % to 60 % slower at every crop on an H200.
-        tiles = ((2, 128, 64, 0), (2, 192, 64, 0), (2, 256, 64, 0), (3, 128, 64, 0), (3, 192, 64, 0))
+        tiles = ((2, 128, 64), (2, 192, 64), (2, 256, 64), (3, 128, 64), (3, 192, 64), (2, 128, 128), (1, 128, 64))
         found = []
-        for warpgroups, tile_n, tile_k, apart in (*tiles, (2, 128, 128, 0), (2, 128, 64, 1), (1, 128, 64, 0)):
-            if tile_n == 128 or tile_n - 64 < shape.crop:
-                for stages in (6, 5, 4, 3, 2):
-                    config = ProductConfig(tile_n, warpgroups, tile_k, stages, apart)
-                    if self.check(shape, config) is None:
-                        found.append(config)
-                        break
+        for warpgroups, tile_n, tile_k in tiles:
+            if tile_n > 128 and tile_n - 64 >= shape.crop:
+                continue
+            for stages in (6, 5, 4, 3, 2):
+                config = ProductConfig(tile_n, warpgroups, tile_k, stages)
+                if self.check(shape, config) is None:
+                    # A cluster needs two blocks of rows, and halves of 128 columns or 64.
+                    pair = tile_k == 64 and tile_n != 192 and shape.crop > 64 * warpgroups
+                    found += [config, replace(config, cluster=2)] if pair else [config]
+                    break
         return found
 
     def default(self, shape: Any) -> ProductConfig:
-        """128 by 128, from a crop of 512 on 128 by 256: within a few percent of the fastest on an H200; always legal."""
-        return ProductConfig(128, stages=5) if shape.crop < 512 else ProductConfig()
+        """128 by 128, from a crop of 512 on 128 by 256 in clusters: on an H200 within a few percent of the fastest; legal."""
+        return ProductConfig(128, stages=6) if shape.crop < 512 else ProductConfig(cluster=2)
 
     def build(self, variant: Mapping[str, Any], config: ProductConfig, options: str) -> Any:
         from tpf_jit.templates.triangle_multiplication import product_sm90

@@ -180,14 +180,14 @@ class TriangleMultiplicationFrontBackward(_Backward):
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
-            "tile_h": (32, 64), "consumer_warpgroups": (1, 2), "stages": range(2, 9),
+            "tile_h": (32, 64), "consumer_warpgroups": (1, 2, 3), "stages": range(2, 9),
             "weight_stages": range(1, 33), "pair_stages": (1, 2), "operand_registers": (0, 1),
             "sets": (1, 2), "ctas_per_sm": (1,),
         }  # fmt: skip
 
     def registers_needed(self, shape: Any, config: FrontBackwardConfig) -> int:
-        """The row of gradients, values and gates, two steps of both as operands, perhaps z (C/4), and 40 for the rest."""
-        steps = config.sets * config.tile_h + config.tile_h
+        """The row of gradients, values and gates, both as operands, perhaps z (C/4), and 40 for the rest."""
+        steps = config.sets * config.tile_h * 3 // 2
         return shape.channels // 2 + steps + config.operand_registers * shape.channels // 4 + 40
 
     def shared_bytes(self, shape: Any, config: FrontBackwardConfig) -> int:
@@ -205,7 +205,7 @@ class TriangleMultiplicationFrontBackward(_Backward):
 
     def space(self, shape: Any) -> list[FrontBackwardConfig]:
         found = []
-        for warpgroups in (2, 1):
+        for warpgroups in (3, 2, 1):
             if warpgroups == 1 and found:  # 1.3 to 1.7 times as long
                 break
             for tile_h in (32, 64):
@@ -230,7 +230,7 @@ class TriangleMultiplicationFrontBackward(_Backward):
         def rank(c: FrontBackwardConfig) -> tuple:
             resident = c.weight_stages * c.tile_h >= 2 * shape.hidden
             sources = c.operand_registers, c.sets
-            return c.consumer_warpgroups, resident, *sources, c.pair_stages, c.tile_h, c.weight_stages, c.stages
+            return -abs(c.consumer_warpgroups - 2), resident, *sources, c.pair_stages, c.tile_h, c.weight_stages, c.stages
 
         return max(self.space(shape), key=rank)
 

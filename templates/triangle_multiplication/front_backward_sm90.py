@@ -31,7 +31,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.norm import norm_gradient
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
 from tpf_jit.templates.common.tiles import read_operand, read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
@@ -45,7 +45,18 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, more_of_pairs, rounds
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    decode,
+    fetch_statistics,
+    fill_more,
+    follow,
+    more_of_pairs,
+    pair_of_thread,
+    rounds,
+    sigmoids,
+)
 
 ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
@@ -80,15 +91,22 @@ class TriangleMultiplicationFrontBackwardSm90:
             )
 
         sources = warpgroup.OperandSource
-        self.project = mma(OperandMajorMode.K, h, sources.RMEM if self.in_registers else sources.SMEM)
-        self.project_more = mma(OperandMajorMode.K, h, sources.RMEM)
-        self.read = mma(OperandMajorMode.K, READ_COLUMNS, sources.SMEM)  # only its fragment is used
+        self.project = mma(OperandMajorMode.K, 2 * h, sources.RMEM if self.in_registers else sources.SMEM)
+        self.project_more = mma(OperandMajorMode.K, 2 * h, sources.RMEM)
+        self.read_d = mma(OperandMajorMode.K, h, sources.SMEM)  # of this and the next, only the fragment is used
+        self.read = mma(OperandMajorMode.K, READ_COLUMNS, sources.SMEM)
         self.spread = mma(OperandMajorMode.MN, c, sources.RMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
         self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, c), self.dtype, self.w_stages)
-        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, h), self.dtype, self.w_stages)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, MORE), self.dtype, self.steps)
+        # A step's weights are the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
+        # at a time, which is as wide as the layout's swizzle.
+        self.chunk = 64 if c % 64 == 0 else 32
+        self.chunks = c // self.chunk
+        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, c), self.dtype, self.w_stages)
+        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, 2 * h), self.dtype, self.w_stages)
+        halves = 2 * self.chunks * self.w_stages
+        self.half_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.chunk), self.dtype, halves)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, MORE), self.dtype, self.steps)
         self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.stages * self.warpgroups)
 
     def _storage(self):
@@ -99,10 +117,8 @@ class TriangleMultiplicationFrontBackwardSm90:
             bar_w: cute.struct.MemRange[Int64, 2 * self.w_stages]
             z: smem_area(self.dtype, self.z_layout)
             t: smem_area(self.dtype, self.t_layout)
-            p: smem_area(self.dtype, self.w_layout)
-            g: smem_area(self.dtype, self.w_layout)
-            more_p: smem_area(self.dtype, self.more_layout)
-            more_g: smem_area(self.dtype, self.more_layout)
+            w: smem_area(self.dtype, self.w_layout)
+            more: smem_area(self.dtype, self.more_layout)
             d: smem_area(self.dtype, self.d_layout)
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -121,10 +137,10 @@ class TriangleMultiplicationFrontBackwardSm90:
         d = cute.make_tensor(mD.iterator, cute.make_layout(
             (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
         ))
-        pairs, weights = (ROWS, self.channels), (self.tile_h, self.channels)
+        pairs, half, weights = (ROWS, self.channels), one_stage(self.half_layout), (self.tile_h, self.chunk)
         loads = (
             atom(load, z, one_stage(self.z_layout), pairs), atom(load, dzn, one_stage(self.t_layout), pairs),
-            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            atom(load, mP, half, weights), atom(load, mG, half, weights),
             atom(load, d, one_stage(self.d_layout), (self.tile_h, ROWS)),
         )
         stores = atom(store, dz, one_stage(self.t_layout), pairs)
@@ -147,11 +163,10 @@ class TriangleMultiplicationFrontBackwardSm90:
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sT, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.t, self.t_layout), smem_tensor(sm.d, self.d_layout)
-        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
-        sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
-        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
-        fill_more(sMoreP, mTerms, 0, self.threads)
-        fill_more(sMoreG, mTerms, 2, self.threads)
+        sW, sWt = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.w, self.wt_layout)
+        sHalves, sMore = smem_tensor(sm.w, self.half_layout), smem_tensor(sm.more, self.more_layout)
+        for place in cutlass.range_constexpr(2):
+            fill_more(sMore, mTerms, 2 * place, self.threads, 0, place, 2)
         cute.arch.fence_view_async_shared()
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
@@ -162,7 +177,7 @@ class TriangleMultiplicationFrontBackwardSm90:
             with cute.arch.elect_one():
                 initialise_ring(ring, in_stages)
                 initialise_ring(d_ring, d_stages)
-        pipe_w = tma_ring(sm.bar_w, self.w_stages, 2 * tile_bytes(self.w_layout, self.dtype), 4 * self.warpgroups, last=True)
+        pipe_w = tma_ring(sm.bar_w, self.w_stages, tile_bytes(self.w_layout, self.dtype), 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if warp_idx < 4:
@@ -170,10 +185,10 @@ class TriangleMultiplicationFrontBackwardSm90:
             if warp_idx < self.warpgroups:
                 self.load(ring, d_ring, loads, (sZ, sT, sD), sizes, warp_idx, bytes_each)
             elif warp_idx == self.warpgroups:
-                self.load_weights(pipe_w, loads, (sP, sG), sizes)
+                self.load_weights(pipe_w, loads, sHalves, sizes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sP, sG, sPt, sGt, sMoreP, sMoreG, sD), per_pair, stores, sizes)
+            self.differentiate((ring, d_ring, pipe_w), (sZ, sT, sW, sWt, sMore, sD), per_pair, stores, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -205,20 +220,21 @@ class TriangleMultiplicationFrontBackwardSm90:
         drain_ring(d_ring, wg, d_state, self.stages)
 
     @cute.jit
-    def load_weights(self, pipe_w, loads, smem, sizes):
+    def load_weights(self, pipe_w, loads, sHalves, sizes):
         """Once where they stay, else for every tile."""
         (tma_p, gP), (tma_g, gG) = loads[2:4]
-        sP, sG = smem
         crop, blocks, tiles = sizes
-        tPs, tPg = partition(tma_p, sP, gP, (self.tile_h, self.channels), (None, 0))
-        tGs, tGg = partition(tma_g, sG, gG, (self.tile_h, self.channels), (None, 0))
+        tPs, tPg = partition(tma_p, sHalves, gP, (self.tile_h, self.chunk), (None, None))
+        tGs, tGg = partition(tma_g, sHalves, gG, (self.tile_h, self.chunk), (None, None))
         w_state = producer_state(self.w_stages)
         for _ in cutlass.range(1 if self.resident else rounds(tiles, self.warpgroups, 0), unroll=1):
-            for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
+            for rows in cutlass.range(self.steps, unroll=1):
                 pipe_w.producer_acquire(w_state)
                 bar = pipe_w.producer_get_barrier(w_state)
-                cute.copy(tma_p, tPg[None, rows], tPs[None, w_state.index], tma_bar_ptr=bar)
-                cute.copy(tma_g, tGg[None, rows], tGs[None, w_state.index], tma_bar_ptr=bar)
+                for c in cutlass.range_constexpr(self.chunks):
+                    place = 2 * (w_state.index * self.chunks + c)
+                    cute.copy(tma_p, tPg[None, rows, c], tPs[None, place], tma_bar_ptr=bar)
+                    cute.copy(tma_g, tGg[None, rows, c], tGs[None, place + 1], tma_bar_ptr=bar)
                 w_state.advance()
         if const_expr(not self.resident):
             pipe_w.producer_tail(w_state)
@@ -227,8 +243,7 @@ class TriangleMultiplicationFrontBackwardSm90:
     @cute.jit
     def differentiate(self, pipes, smem, per_pair, stores, sizes):
         ring, d_ring, pipe_w = pipes
-        sZ, sT, sP, sG, sPt, sGt, sMoreP, sMoreG, sD = smem
-        mStats, mMask = per_pair
+        sZ, sT, sW, sWt, sMore, sD = smem
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
@@ -237,30 +252,24 @@ class TriangleMultiplicationFrontBackwardSm90:
         if const_expr(not self.in_registers):
             tZ = project.make_fragment_A(project.get_slice(0).partition_A(sZ))
         layouts = [cute.make_layout(spread.partition_shape_A((ROWS, width))) for width in (self.channels, MORE)]
-        weights = [project.make_fragment_B(project.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
-        across = [spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt)]
-        shape, row = project.partition_shape_C((ROWS, self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
-        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
+        weights = [project.make_fragment_B(project.get_slice(0).partition_B(t)) for t in (sW, sMore)]
+        across = spread.make_fragment_B(spread.get_slice(0).partition_B(sWt))
+        shape, row = project.partition_shape_C((ROWS, 2 * self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
+        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         acc_t = cute.make_rmem_tensor(row, Float32)
-        operand = spread.partition_shape_A((ROWS, self.tile_h))
-        a = [[cute.make_rmem_tensor(operand, self.dtype) for _ in range(2)] for _ in range(2)]
+        a = [cute.make_rmem_tensor(spread.partition_shape_A((ROWS, 2 * self.tile_h)), self.dtype) for _ in range(self.sets)]
+        d_shape = self.read_d.partition_shape_C((ROWS, self.tile_h))
         state, d_state, w_state, done = (
             consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages, self.w_stages)
         )
-        for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
+        # (mean, rstd, factor) of this thread's two pairs, fetched a tile ahead.
+        of_pair, ahead_pair = (cute.make_rmem_tensor((3, 2), Float32) for _ in range(2))
+        tile, apart = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
+        self.fetch(ahead_pair, per_pair, tile, sizes, tidx)
+        for _ in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
-            # (mean, rstd, factor) of this thread's two pairs.
-            of_pair = cute.make_rmem_tensor((3, 2), Float32)
-            for r in cutlass.range_constexpr(2):
-                k = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
-                stats = read_statistics(mStats, (batch, i, k), crop)
-                of_pair[0, r], of_pair[1, r], of_pair[2, r] = stats[0], stats[1], Float32(0.0)
-                if k < crop:
-                    of_pair[2, r] = Float32(1.0)
-                    if const_expr(self.has_mask):
-                        of_pair[2, r] = mMask[batch, i, k]
+            of_pair.store(ahead_pair.load())
             acc_t.fill(0.0)
             if const_expr(self.resident):
                 w_state = consumer_state(self.w_stages)
@@ -280,8 +289,6 @@ class TriangleMultiplicationFrontBackwardSm90:
                     self.start(pipe_w, w_state, accs[0], (z, more), weights, run * self.unrolled)
                     w_state.advance()
                 for b in cutlass.range_constexpr(self.unrolled):
-                    acc_p, acc_g = accs[b % self.sets]
-                    a_p, a_g = a[b % 2]
                     last = b + 1 == self.unrolled
                     if const_expr(self.sets == 1 or not last):
                         ahead = b + self.sets - 1
@@ -290,64 +297,83 @@ class TriangleMultiplicationFrontBackwardSm90:
                         w_state.advance()
                     d_place = wg * self.stages + d_state.index
                     wait_stage(d_ring, d_place, d_state.phase)
-                    d = read_tile(transposed_view(sD[None, None, d_place]), project, tidx, shape, True)
+                    d = read_tile(transposed_view(sD[None, None, d_place]), self.read_d, tidx, d_shape, True)
                     release_stage(d_ring, d_place)
                     d_state.advance()
                     # What may be under way: the sums of the step before, and the products of the next.
-                    sums = 2 if b > 0 else 0
+                    sums = 1 if b > 0 else 0
                     warpgroup.wait_group(0 if self.sets == 1 else sums + (0 if last else 1))
                     if const_expr(b >= self.sets and not self.resident):
                         pipe_w.consumer_release(done)
                         done.advance()
-                    self.gates(acc_p, acc_g, d, of_pair)
-                    a_p.store(cute.make_tensor(acc_p.iterator, a_p.layout).load().to(self.dtype))
-                    a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
-                    start_product(spread, acc_t, a_p, across[0][None, None, None, places[b]], True)
-                    start_product(spread, acc_t, a_g, across[1][None, None, None, places[b]], True)
+                    self.gates(accs[b % self.sets], a[b % self.sets], d, of_pair)
+                    start_product(spread, acc_t, a[b % self.sets], across[None, None, None, places[b]], True)
                 warpgroup.wait_group(0)
                 if const_expr(not self.resident):
                     for _ in cutlass.range_constexpr(min(self.sets, self.unrolled)):
                         pipe_w.consumer_release(done)
                         done.advance()
+            self.fetch(ahead_pair, per_pair, tile + apart, sizes, tidx)
             self.finish(acc_t, sZ[None, None, place], sT[None, None, place], of_pair, tidx)
             target = cute.local_tile(gDz, (ROWS, self.channels), (block, 0, i, batch))
             store_in_place(tidx, wg, sT, place, tma, target, tile < tiles)
             release_stage(ring, place)
             state.advance()
+            tile += apart
 
     @cute.jit
-    def start(self, pipe_w, w_state, accs, operands, weights, step):
+    def fetch(self, found, per_pair, tile: Int32, sizes, tidx: Int32):
+        """(mean, rstd, factor) of this thread's two pairs of a tile; not before those of the tile before are in use, as a thread
+        waits for all that it has asked for."""
+        mStats, mMask = per_pair
+        crop, blocks, tiles = sizes
+        block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+        fetch_statistics(found, mStats, (block, i, batch), crop, tidx)
+        for r in cutlass.range_constexpr(2):
+            k = block * ROWS + pair_of_thread(r, tidx)
+            factor = Float32(0.0)
+            if k < crop:
+                factor = Float32(1.0)
+                if const_expr(self.has_mask):
+                    factor = mMask[batch, i, k]
+            found[2, r] = factor
+
+    @cute.jit
+    def start(self, pipe_w, w_state, acc, operands, weights, step):
         """Issue the projections of a step, once its weights are there."""
         z, more = operands
         project, project_more, stage = self.project, self.project_more, w_state.index
         pipe_w.consumer_wait(w_state)
         warpgroup.fence()
         project_more.set(warpgroup.Field.ACCUMULATE, False)
-        for t in cutlass.range_constexpr(2):
-            cute.gemm(project_more, accs[t], more[None, None, 0], weights[2 + t][None, None, 0, step], accs[t])
+        cute.gemm(project_more, acc, more[None, None, 0], weights[1][None, None, 0, step], acc)
         project.set(warpgroup.Field.ACCUMULATE, True)
         for k in cutlass.range_constexpr(self.channels // 16):
-            for t in cutlass.range_constexpr(2):
-                cute.gemm(project, accs[t], z[None, None, k], weights[t][None, None, k, stage], accs[t])
+            cute.gemm(project, acc, z[None, None, k], weights[0][None, None, k, stage], acc)
         warpgroup.commit_group()
 
     @cute.jit
-    def gates(self, acc_p, acc_g, d, of_pair):
-        """acc_p, acc_g become the gradients of value and gate."""
-        p, g = rows_view(acc_p), rows_view(acc_g)
-        for j in cutlass.range_constexpr(self.tile_h // 8):
+    def gates(self, acc, a, d, of_pair):
+        """From values, the first half of acc's columns, and gates, the second, the gradients of both as an operand, whose
+        registers are in an accumulator's order. acc stays: written in place, ptxas would serialise the products (C7511)."""
+        values, half = rows_view(acc), self.tile_h // 8
+        for j in cutlass.range_constexpr(half):
             for r in cutlass.range_constexpr(2):
                 incoming, rstd, factor = two_columns(d, r, j), of_pair[1, r], of_pair[2, r]
+                d_value, d_gate, s = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
                 for c in cutlass.range_constexpr(2):
-                    n = 2 * j + c
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (rstd * -LOG2_E), fastmath=True))
-                    d_value = incoming[c] * s
+                    s[c] = values[r, 2 * half + 2 * j + c] * (rstd * -LOG2_E)
+                sigmoids(s)
+                for c in cutlass.range_constexpr(2):
+                    n, grad = 2 * j + c, incoming[c] * s[c]
                     if const_expr(self.has_mask):
                         # A select, not a product: what the gradient of a masked pair holds must not matter. What that of an
                         # absent one holds stays in its own row, which is not stored.
-                        d_value = Float32(0.0) if factor == 0.0 else d_value * factor
-                    d_gate = d_value * (p[r, n] * rstd)
-                    p[r, n], g[r, n] = d_value, d_gate - d_gate * s
+                        grad = Float32(0.0) if factor == 0.0 else grad * factor
+                    both = grad * (values[r, n] * rstd)
+                    d_value[c], d_gate[c] = grad, both - both * s[c]
+                for group, two in ((j, d_value), (half + j, d_gate)):
+                    cute.make_tensor(a.iterator + (2 * r + 4 * group), cute.make_layout(2)).store(two.load().to(self.dtype))
 
     @cute.jit
     def finish(self, acc_t, z_tile: cute.Tensor, t_tile: cute.Tensor, of_pair, tidx: Int32):

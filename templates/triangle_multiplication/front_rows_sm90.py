@@ -43,6 +43,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     follow,
     more_of_pairs,
     rounds,
+    sigmoids,
     store_rounded,
 )
 
@@ -73,12 +74,17 @@ class TriangleMultiplicationFrontRowsSm90:
                 atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
             )
 
-        self.mma = mma(h, warpgroup.OperandSource.RMEM)
+        self.mma = mma(2 * h, warpgroup.OperandSource.RMEM)
         self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
         self.mma_stored = mma(self.piece, warpgroup.OperandSource.SMEM)
         self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.channels), self.dtype, self.blocks)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, MORE), self.dtype, self.blocks)
+        # A block of weights is the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
+        # at a time, which is as wide as the layout's swizzle.
+        self.chunk = 64 if self.channels % 64 == 0 else 32
+        self.chunks = self.channels // self.chunk
+        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, self.channels), self.dtype, self.blocks)
+        self.half_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.chunk), self.dtype, 2 * self.chunks * self.blocks)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, MORE), self.dtype, self.blocks)
         self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (self.piece, ROWS), self.out_stages * self.warpgroups)
 
     def _storage(self):
@@ -87,10 +93,8 @@ class TriangleMultiplicationFrontRowsSm90:
             bar_z: cute.struct.MemRange[Int64, 2 * self.z_stages * self.warpgroups]
             bar_w: cute.struct.MemRange[Int64, 2]
             z: smem_area(self.dtype, self.z_layout)
-            p: smem_area(self.dtype, self.w_layout)
-            g: smem_area(self.dtype, self.w_layout)
-            more_p: smem_area(self.dtype, self.more_layout)
-            more_g: smem_area(self.dtype, self.more_layout)
+            w: smem_area(self.dtype, self.w_layout)
+            more: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
 
         return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
@@ -109,10 +113,10 @@ class TriangleMultiplicationFrontRowsSm90:
         factors = cute.make_tensor(f.iterator, cute.make_layout(
             (self.rows, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
         ))
-        weights = (self.tile_h, self.channels)
+        half, weights = one_stage(self.half_layout), (self.tile_h, self.chunk)
         loads = (
             atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
-            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            atom(load, mP, half, weights), atom(load, mG, half, weights),
         )
         stores = atom(store, factors, one_stage(self.o_layout), (self.piece, ROWS))
         batch, crop = mZ.shape[0], mZ.shape[1]
@@ -134,10 +138,10 @@ class TriangleMultiplicationFrontRowsSm90:
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
-        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
-        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
-        fill_more(sMoreP, mTerms, 0, self.threads)
-        fill_more(sMoreG, mTerms, 2, self.threads)
+        sW, sHalves = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.w, self.half_layout)
+        sMore = smem_tensor(sm.more, self.more_layout)
+        for part in cutlass.range_constexpr(2):
+            fill_more(sMore, mTerms, 2 * part, self.threads, 0, part, 2)
         cute.arch.fence_view_async_shared()
 
         z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
@@ -145,19 +149,19 @@ class TriangleMultiplicationFrontRowsSm90:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 initialise_ring(ring, z_stages)
-        weight_bytes = 2 * self.blocks * tile_bytes(self.w_layout, self.dtype)
+        weight_bytes = self.blocks * tile_bytes(self.w_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load_weights(pipe_w, loads, sP, sG)
+                self.load_weights(pipe_w, loads, sHalves)
             if warp_idx < self.warpgroups:
                 self.load(ring, loads[0], sZ, sizes, warp_idx, z_bytes)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.project(ring, pipe_w, (sZ, sP, sG, sMoreP, sMoreG, sO), per_pair, stores, eps, sizes)
+            self.project(ring, pipe_w, (sZ, sW, sMore, sO), per_pair, stores, eps, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -177,29 +181,30 @@ class TriangleMultiplicationFrontRowsSm90:
         drain_ring(ring, wg, state, self.z_stages)
 
     @cute.jit
-    def load_weights(self, pipe_w, loads, sP, sG):
-        (tma_p, gP), (tma_g, gG) = loads[1:3]
-        tPs, tPg = partition(tma_p, sP, gP, (self.tile_h, self.channels), (None, 0))
-        tGs, tGg = partition(tma_g, sG, gG, (self.tile_h, self.channels), (None, 0))
+    def load_weights(self, pipe_w, loads, sHalves):
         state = producer_state(1)
         pipe_w.producer_acquire(state)
         bar = pipe_w.producer_get_barrier(state)
-        for h in cutlass.range(self.blocks, unroll=1):
-            cute.copy(tma_p, tPg[None, h], tPs[None, h], tma_bar_ptr=bar)
-            cute.copy(tma_g, tGg[None, h], tGs[None, h], tma_bar_ptr=bar)
+        for part in cutlass.range_constexpr(2):
+            tma, gW = loads[1 + part]
+            tWs, tWg = partition(tma, sHalves, gW, (self.tile_h, self.chunk), (None, None))
+            for block in cutlass.range(self.blocks, unroll=1):
+                for c in cutlass.range_constexpr(self.chunks):
+                    place = (block * self.chunks + c) * 2 + part
+                    cute.copy(tma, tWg[None, block, c], tWs[None, place], tma_bar_ptr=bar)
 
     # ---- device: projections and gates --------------------------------------------------------------------------
     @cute.jit
     def project(self, ring, pipe_w, smem, per_pair, stores, eps: Float32, sizes):
-        sZ, sP, sG, sMoreP, sMoreG, sO = smem
+        sZ, sW, sMore, sO = smem
         mMask, mStats = per_pair
         crop, blocks, tiles = sizes
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
         mma = self.mma
-        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
-        shape = mma.partition_shape_C((ROWS, self.tile_h))
-        accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
+        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sW, sMore)]
+        shape = mma.partition_shape_C((ROWS, 2 * self.tile_h))
+        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         operand, more_shape = (cute.make_layout(mma.partition_shape_A((ROWS, k))) for k in (self.channels, MORE))
         state = consumer_state(self.z_stages)
         pipe_w.consumer_wait(consumer_state(1))
@@ -221,22 +226,20 @@ class TriangleMultiplicationFrontRowsSm90:
                 if const_expr(ahead < self.blocks):
                     self.start(mma, accs[ahead % self.sets], z, weights, ahead)
                 warpgroup.wait_group(min(self.sets, self.blocks - b) - 1)
-                self.gate(accs[b % self.sets], of_pair, (block + 1) * ROWS <= crop)
-                self.store(accs[b % self.sets][0], sO, stores, (b, block, i, batch), wg, tidx)
+                whole = (block + 1) * ROWS <= crop
+                self.finish(accs[b % self.sets], of_pair, whole, sO, stores, (b, block, i, batch), wg, tidx)
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def start(self, mma, accs, z, weights, b: cutlass.Constexpr):
+    def start(self, mma, acc, z, weights, b: cutlass.Constexpr):
         """Issue the products of block b of the weights' rows."""
         warpgroup.fence()
-        for t in cutlass.range_constexpr(2):
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            cute.gemm(mma, accs[t], z[1][None, None, 0], weights[2 + t][None, None, 0, b], accs[t])
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        cute.gemm(mma, acc, z[1][None, None, 0], weights[1][None, None, 0, b], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         for step in cutlass.range_constexpr(self.channels // 16):
-            for t in cutlass.range_constexpr(2):
-                cute.gemm(mma, accs[t], z[0][None, None, step], weights[t][None, None, step, b], accs[t])
+            cute.gemm(mma, acc, z[0][None, None, step], weights[0][None, None, step, b], acc)
         warpgroup.commit_group()
 
     @cute.jit
@@ -257,37 +260,43 @@ class TriangleMultiplicationFrontRowsSm90:
         return of_pair
 
     @cute.jit
-    def gate(self, accs, of_pair, whole):
-        """The first becomes value times sigmoid of gate, times the pair's factor. whole: all pairs of the tile are there."""
-        p, g = rows_view(accs[0]), rows_view(accs[1])
-        for n in cutlass.range_constexpr(self.tile_h // 4):
-            for r in cutlass.range_constexpr(2):
-                rstd, factor = of_pair[1, r], of_pair[2, r]
-                odds = cute.math.exp2(g[r, n] * (rstd * -LOG2_E), fastmath=True)
-                value = p[r, n] * rstd * cute.arch.rcp_approx(1.0 + odds)
-                if const_expr(self.has_mask):
-                    # A select, not a product: what a masked or absent pair holds must not matter.
-                    value = Float32(0.0) if factor == 0.0 else value * factor
-                p[r, n] = value
-        if const_expr(not self.has_mask):
-            if not whole:
-                for n in cutlass.range_constexpr(self.tile_h // 4):
-                    for r in cutlass.range_constexpr(2):
-                        p[r, n] = Float32(0.0) if of_pair[2, r] == 0.0 else p[r, n]
-
-    @cute.jit
-    def store(self, values, sO, stores, where, wg, tidx: Int32):
-        """Round block b of results, and store it transposed."""
+    def finish(self, acc, of_pair, whole, sO, stores, where, wg, tidx: Int32):
+        """Values, the first half of acc's columns, times sigmoid of gates, the second, times the pair's factor: rounded, and
+        stored transposed. acc stays (written in place, ptxas would serialise the products, C7511). whole: all pairs are there."""
         b, block, i, batch = where
         tma, gF = stores
         shape, pieces = self.mma_stored.partition_shape_C((ROWS, self.piece)), self.tile_h // self.piece
-        for n in cutlass.range_constexpr(pieces):
+        for piece in cutlass.range_constexpr(pieces):
+            values = cute.make_rmem_tensor(shape, Float32)
+            self.gate(rows_view(acc), rows_view(values), piece * (self.piece // 4), of_pair)
+            if const_expr(not self.has_mask):
+                if not whole:
+                    for r in cutlass.range_constexpr(2):
+                        for n in cutlass.range_constexpr(self.piece // 4):
+                            v = rows_view(values)
+                            v[r, n] = Float32(0.0) if of_pair[2, r] == 0.0 else v[r, n]
             rounded = cute.make_rmem_tensor(shape, self.dtype)
-            piece = cute.make_tensor(values.iterator + n * cute.size(shape), cute.make_layout(shape))
-            rounded.store(piece.load().to(self.dtype))
-            target = cute.local_tile(gF, (self.piece, ROWS), (b * pieces + n, block, i, batch))
-            buffer = wg * self.out_stages + (b * pieces + n) % self.out_stages
+            rounded.store(values.load().to(self.dtype))
+            target = cute.local_tile(gF, (self.piece, ROWS), (b * pieces + piece, block, i, batch))
+            buffer = wg * self.out_stages + (b * pieces + piece) % self.out_stages
             store_rounded(rounded, sO, buffer, self.out_stages, self.mma_stored, tma, target, wg, tidx, True)
+
+    @cute.jit
+    def gate(self, acc, values, start: cutlass.Constexpr, of_pair):
+        """From columns `start` of a thread's on; acc, values: `rows_view`s."""
+        for n in cutlass.range_constexpr(0, self.piece // 4, 4):
+            for r in cutlass.range_constexpr(2):
+                rstd, factor = of_pair[1, r], of_pair[2, r]
+                s = cute.make_rmem_tensor(4, Float32)
+                for c in cutlass.range_constexpr(4):
+                    s[c] = acc[r, self.tile_h // 4 + start + n + c] * (rstd * -LOG2_E)
+                sigmoids(s, rstd)
+                for c in cutlass.range_constexpr(4):
+                    value = acc[r, start + n + c] * s[c]
+                    if const_expr(self.has_mask):
+                        # A select, not a product: what a masked or absent pair holds must not matter.
+                        value = Float32(0.0) if factor == 0.0 else value * factor
+                    values[r, n + c] = value
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

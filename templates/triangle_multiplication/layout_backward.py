@@ -14,6 +14,8 @@ kernel left.
         dz = z_rstd * (t - mean_c(t) - zhat * mean_c(t * zhat)),   t = dzn + dp p_in + dg g_in
     front_weights(z, z_stats, mask, dfactors, p_in, g_in, in_terms, planes, sums, splits, num_ctas)
         planes: sums over pairs of dp zhat in columns [0, C), of dg zhat in [C, 2 C);     sums: of dp, of dg
+    front_gradients(z, z_stats, mask, dfactors, dzn, p_in, g_in, in_terms, dz, planes, sums, splits, num_ctas)
+        what the two do, in one; before the end dz holds parts of t
     finish(p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, front_planes, front_sums, back_planes,
            back_sums, their gradients in the order of the weights here, and of p_in_bias, g_in_bias, p_out_bias, g_out_bias,
            inner, outer, num_ctas)
@@ -57,7 +59,7 @@ def back_planes_empty(z: Tensor, hidden: int, splits: int) -> tuple[Tensor, Tens
 
 
 def front_planes_empty(z: Tensor, hidden: int, splits: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised planes and sums of a front_weights kernel."""
+    """Uninitialised planes and sums of a front_weights or front_gradients kernel."""
     return _planes_empty(z, splits, 2 * hidden, 2 * z.shape[-1])
 
 

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from tpf_jit.templates.common.epilogue import warpgroup_sync
 from tpf_jit.templates.common.fragments import rows_view
-from tpf_jit.templates.common.tiles import write_tile
+from tpf_jit.templates.common.norm import read_statistics
 
 LOG2_E = math.log2(math.e)
 MORE = 16
@@ -43,6 +43,22 @@ def decode(tile: Int32, crop: Int32, blocks: Int32):
 
 
 @cute.jit
+def fetch_statistics(found: cute.Tensor, mStats: cute.Tensor, where, crop: Int32, tidx: Int32):
+    """found[0 and 1, r]: mean and rstd of this thread's two pairs of the tile of 64 at where: (block, i, batch). Wanted a tile
+    ahead: a kernel that waits for them takes 10 % longer."""
+    block, i, batch = where
+    for r in cutlass.range_constexpr(2):
+        two = read_statistics(mStats, (batch, i, block * 64 + pair_of_thread(r, tidx)), crop)
+        found[0, r], found[1, r] = two[0], two[1]
+
+
+@cute.jit
+def pair_of_thread(r: cutlass.Constexpr, tidx: Int32) -> Int32:
+    """Of a tile of 64: the first or second of the rows that a thread has in an accumulator."""
+    return (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+
+
+@cute.jit
 def rounds(tiles: Int32, warpgroups: cutlass.Constexpr, wg: Int32):
     """Tiles of warpgroup wg of this CTA where CTAs and their warpgroups take turns."""
     each = cute.arch.grid_dim()[0] * warpgroups
@@ -67,11 +83,14 @@ def three_parts(x: Float32, dtype: cutlass.Constexpr) -> cute.Tensor:
 
 
 @cute.jit
-def fill_more(tiles: cute.Tensor, mTerms: cute.Tensor, first: cutlass.Constexpr, threads: cutlass.Constexpr, start=0):
+def fill_more(
+    tiles: cute.Tensor, mTerms: cute.Tensor, first: cutlass.Constexpr, threads: cutlass.Constexpr, start=0,
+    place: cutlass.Constexpr = 0, places: cutlass.Constexpr = 1,
+):
     """The weights' side of columns MORE, by all threads. tiles: (rows of a block, MORE, blocks) in shared memory, of rows from
-    `start` on; mTerms: (rows, 4) float32, [first] being u and [first + 1] the bias. Wants a fence for asynchronous reads, and a
-    barrier."""
-    rows, blocks, dtype = cute.size(tiles, mode=[0]), cute.size(tiles, mode=[2]), tiles.element_type
+    `start` on, which are part `place` of `places` of a block; mTerms: (rows, 4) float32, [first] being u and [first + 1] the
+    bias. Wants a fence for asynchronous reads, and a barrier."""
+    rows, blocks, dtype = cute.size(tiles, mode=[0]) // places, cute.size(tiles, mode=[2]), tiles.element_type
     for i in cutlass.range(cute.arch.thread_idx()[0], 2 * rows * blocks, threads, unroll=2):
         row, half = i // 2, i % 2
         term = Float32(0.0)
@@ -82,7 +101,7 @@ def fill_more(tiles: cute.Tensor, mTerms: cute.Tensor, first: cutlass.Constexpr,
             value = dtype(0.0)
             if cutlass.const_expr(k < len(OF_ROW)):
                 value = parts[OF_ROW[k]]
-            tiles[row % rows, half * (MORE // 2) + k, row // rows] = value
+            tiles[place * rows + row % rows, half * (MORE // 2) + k, row // rows] = value
 
 
 @cute.jit
@@ -125,6 +144,15 @@ def put_more(line: cute.Tensor, mean: Float32, rstd: Float32):
 def sums_of_more(acc: cute.Tensor, tidx: Int32) -> cute.Tensor:
     """From the products (64, MORE) of rows of an operand with the pairs' side: ((sum of operand * mean, of operand * deviation),
     this thread's 2 rows)."""
+    found = shares_of_more(acc, tidx)
+    for n in cutlass.range_constexpr(4):
+        found[n] = cute.arch.warp_reduction_sum(found[n], threads_in_group=4)
+    return found
+
+
+@cute.jit
+def shares_of_more(acc: cute.Tensor, tidx: Int32) -> cute.Tensor:
+    """What `sums_of_more` adds up over the four lanes of a row: this thread's."""
     values, lane = rows_view(acc), tidx % 4
     found = cute.make_rmem_tensor((2, 2), Float32)
     for r in cutlass.range_constexpr(2):
@@ -134,8 +162,27 @@ def sums_of_more(acc: cute.Tensor, tidx: Int32) -> cute.Tensor:
                 column = PARTS.index(part)  # that which holds this part first
                 if lane == column // 2:
                     own = values[r, 2 * half + column % 2]
-            found[half, r] = cute.arch.warp_reduction_sum(own, threads_in_group=4)
+            found[half, r] = own
     return found
+
+
+@cute.jit
+def sigmoids(x: cute.Tensor, scale: Float32 | float = 1.0):
+    """x, two or four gates times -log2(e), become scale times their sigmoids, with one reciprocal for all: with one for each, the
+    unit that takes powers and reciprocals is busy for as long as the tensor cores. A sigmoid is at least 2^-62, of four gates
+    2^-31, so that no product overflows. One NaN makes all of them NaN; hence no masked pair's gates beside another pair's."""
+    for i in cutlass.range_constexpr(cute.size(x)):
+        x[i] = cute.math.exp2(cute.arch.fmin(x[i], 124.0 / cute.size(x), nan=True), fastmath=True)
+    # With p = 1 + 2^x0 and q = 1 + 2^x1:  1 / q = p / (p q),  1 / p = q / (p q) = 1 / (p q) + 2^x1 / (p q).
+    pairs = cute.size(x) // 2
+    firsts, products = [1.0 + x[2 * i] for i in range(pairs)], []
+    for i in cutlass.range_constexpr(pairs):
+        products.append(firsts[i] * x[2 * i + 1] + firsts[i])
+    whole = products[0] if pairs == 1 else products[0] * products[1]
+    inverse = cute.arch.rcp_approx(whole) * scale
+    for i in cutlass.range_constexpr(pairs):
+        own = inverse if pairs == 1 else inverse * products[1 - i]
+        x[2 * i], x[2 * i + 1] = own * x[2 * i + 1] + own, own * firsts[i]
 
 
 @cute.jit
@@ -155,32 +202,6 @@ def store_rounded(frag, s_tiles: cute.Tensor, place, buffers: cutlass.Constexpr,
     leader = cute.arch.make_warp_uniform(tidx // 32) == 0
     if leader:
         cute.arch.cp_async_bulk_wait_group(buffers - 2, read=True)
-    warpgroup_sync(wg)
-    if leader:
-        source, destination = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(s_tiles, 0, 2), cute.group_modes(target, 0, 2)
-        )
-        cute.copy(tma, source[None, place], destination)
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def store_block(values, s_tiles: cute.Tensor, place, others: cutlass.Constexpr, tiled_mma, tma, target, wg, tidx: Int32,
-                transposed: cutlass.Constexpr):  # fmt: skip
-    """Round a warpgroup's accumulator into buffer `place`, and store that to the coordinate tile `target`, which clips it.
-
-    others: stores to other buffers that may still be on their way. transposed: whether buffers have the accumulator's columns as
-    rows. Waits only until `place` is free, so the caller must wait before it exits.
-    """
-    leader = cute.arch.make_warp_uniform(tidx // 32) == 0
-    if leader:
-        cute.arch.cp_async_bulk_wait_group(others, read=True)
-    warpgroup_sync(wg)
-    tile = s_tiles[None, None, place]
-    if cutlass.const_expr(transposed):
-        tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
-    write_tile(values, tile, tiled_mma, tidx, transposed)
-    cute.arch.fence_view_async_shared()
     warpgroup_sync(wg)
     if leader:
         source, destination = cpasync.tma_partition(

@@ -8,19 +8,19 @@ Layouts:
     left, right, out    (B, D, N, P)    bfloat16, unit stride along P. Where columns are summed or become columns of out, those
                                         from N on must be zero in one operand and finite in the other
 
-A task is tile_m by tile_n results of one channel. Tasks of a channel follow each other, so that the channels in flight stay in
-L2. Either the W consumer warpgroups share a task, with 64 rows each and one ring of operands; or each has tasks and a ring of its
-own (tile_m = 128), so that one multiplies while another stores. Operands whose rows are summed are read transposed, as wgmma can
-for 16-bit operands in shared memory. The sum over k has a fixed order: no split.
+A task is 64 * W by tile_n results of one channel; each of W consumer warpgroups owns 64 rows. Tasks of a channel follow each
+other, so that the channels in flight stay in L2. CTAs of a cluster have tasks below each other, and each fetches its share of the
+columns' operand for all. Operands whose rows are summed are read transposed, as wgmma can for 16-bit operands in shared memory.
+The sum over k has a fixed order: no split.
 
-Warp roles: of warpgroup 0, one warp for each ring fetches; the W others multiply.
+Warp roles: of warpgroup 0, one warp fetches; the W others multiply.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -36,7 +36,7 @@ from tpf_jit.templates.common.tma import (
     smem_tensor,
     tile_bytes,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow, rounds, store_rounded
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow, store_rounded
 
 ROWS = 64  # the M of wgmma
 STORED = 64  # rows and columns stored at a time
@@ -52,10 +52,7 @@ class TriangleMultiplicationProductSm90:
         self.left_rows, self.right_rows = {"nt": (False, False), "tn": (True, True), "nn": (False, True)}[variant["product"]]
         self.tile_n, self.tile_k, self.warpgroups = config.tile_n, config.tile_k, config.consumer_warpgroups
         self.stages = config.stages
-        # Rings of operands; of a task, the warpgroups that share it, and rows of one of them.
-        self.rings = self.warpgroups if config.apart else 1
-        self.sharing = self.warpgroups // self.rings
-        self.rows = 2 * ROWS if config.apart else ROWS
+        self.cluster = config.cluster
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -66,21 +63,22 @@ class TriangleMultiplicationProductSm90:
         a_order, b_order = (
             LayoutEnum.COL_MAJOR if rows else LayoutEnum.ROW_MAJOR for rows in (self.left_rows, self.right_rows)
         )
-        n, k, all_stages = self.tile_n, self.tile_k, self.rings * self.stages
+        n, k, c = self.tile_n, self.tile_k, self.cluster
         self.mma, self.mma_stored = (
             sm90.make_trivial_tiled_mma(
                 self.dtype, self.dtype, a_major, b_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns),
             )
             for columns in (n, STORED)
         )
-        self.a_layout = sm90.make_smem_layout_a(a_order, (self.rows, n, k), self.dtype, all_stages * self.sharing)
-        self.b_layout = sm90.make_smem_layout_b(b_order, (ROWS, n, k), self.dtype, all_stages)
+        self.a_layout = sm90.make_smem_layout_a(a_order, (ROWS, n, k), self.dtype, self.stages * self.warpgroups)
+        self.b_layout = sm90.make_smem_layout_b(b_order, (ROWS, n, k), self.dtype, self.stages)
+        self.share_layout = sm90.make_smem_layout_b(b_order, (ROWS, n // c, k), self.dtype, self.stages * c)
         self.x_layout = sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, (ROWS, STORED), BUFFERS * self.warpgroups)
 
     def _storage(self):
         @cute.struct
         class Storage:
-            bar: cute.struct.MemRange[Int64, 2 * self.stages * self.rings]
+            bar: cute.struct.MemRange[Int64, 2 * self.stages]
             a: smem_area(self.dtype, self.a_layout)
             b: smem_area(self.dtype, self.b_layout)
             x: smem_area(self.dtype, self.x_layout)
@@ -92,6 +90,7 @@ class TriangleMultiplicationProductSm90:
     def __call__(self, mLeft: cute.Tensor, mRight: cute.Tensor, mOut: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
         self._setup()
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        shared = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         batch, hidden, crop = mOut.shape[0], mOut.shape[1], mOut.shape[2]
         # The operand's axis of the result, the summed axis, channel, batch.
         a, b = (
@@ -100,15 +99,16 @@ class TriangleMultiplicationProductSm90:
         )
         x = cute.make_tensor(mOut.iterator, cute.select(mOut.layout, mode=[2, 3, 1, 0]))
         loads = (
-            atom(load, a, one_stage(self.a_layout), (self.rows, self.tile_k)),
-            atom(load, b, one_stage(self.b_layout), (self.tile_n, self.tile_k)),
+            atom(load, a, one_stage(self.a_layout), (ROWS, self.tile_k)),
+            atom(shared, b, one_stage(self.share_layout), (self.tile_n // self.cluster, self.tile_k)),
         )
         stores = atom(store, x, one_stage(self.x_layout), (ROWS, STORED))
-        m_blocks, n_blocks = cute.ceil_div(crop, self.rows * self.sharing), cute.ceil_div(crop, self.tile_n)
+        m_blocks, n_blocks = cute.ceil_div(crop, ROWS * self.warpgroups * self.cluster), cute.ceil_div(crop, self.tile_n)
         tasks = m_blocks * n_blocks * hidden * batch
-        ctas = cutlass.min(cute.ceil_div(tasks, self.rings), num_ctas)
+        ctas = self.cluster * cutlass.max(1, cutlass.min(tasks, num_ctas // self.cluster))
         self.kernel(loads, stores, hidden, m_blocks, n_blocks, cute.ceil_div(crop, self.tile_k), tasks).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1), stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---- device -------------------------------------------------------------------------------------------------
@@ -122,105 +122,124 @@ class TriangleMultiplicationProductSm90:
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sA, sB, sX = smem_tensor(sm.a, self.a_layout), smem_tensor(sm.b, self.b_layout), smem_tensor(sm.x, self.x_layout)
-        ring, stages = ring_of(sm.bar.data_ptr(), self.rings * self.stages), self.rings * self.stages
+        ring = ring_of(sm.bar.data_ptr(), self.stages)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                initialise_ring(ring, stages, 4 * self.sharing)
+                initialise_ring(ring, self.stages, 4 * self.warpgroups * self.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
-        sizes = (hidden, m_blocks, n_blocks, k_tiles, tasks)
+        self.meet()
+        rank, first = Int32(0), cute.arch.block_idx()[0]
+        if const_expr(self.cluster > 1):
+            rank, first = cute.arch.block_idx_in_cluster(), first // self.cluster
+        sizes = (hidden, m_blocks, n_blocks, k_tiles)
+        turns = (first, tasks, cute.arch.grid_dim()[0] // self.cluster)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp_idx < self.rings:
-                self.load(ring, loads, sA, sB, sizes, warp_idx)
+            if warp_idx == 0:
+                self.load(ring, loads, sA, smem_tensor(sm.b, self.share_layout), sizes, turns, rank)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.multiply(ring, sA, sB, sX, stores, sizes)
+            self.multiply(ring, sA, sB, sX, stores, sizes, turns, rank)
+        if const_expr(self.cluster > 1):
+            # No CTA may exit while another can still write to its memory or arrive on its barriers.
+            self.meet()
 
     @cute.jit
-    def decode(self, task: Int32, hidden: Int32, m_blocks: Int32, n_blocks: Int32):
-        """task -> (block of rows, block of columns, channel, batch)."""
+    def meet(self):
+        """Barrier of the cluster."""
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
+
+    @cute.jit
+    def decode(self, task: Int32, rank: Int32, hidden: Int32, m_blocks: Int32, n_blocks: Int32):
+        """task of this CTA -> (block of rows, block of columns, channel, batch)."""
         rest, m = task // m_blocks, task % m_blocks
         rest, n = rest // n_blocks, rest % n_blocks
-        return m, n, rest % hidden, rest // hidden
+        return m * self.cluster + rank, n, rest % hidden, rest // hidden
 
     @cute.jit
-    def load(self, ring, loads, sA, sB, sizes, which: Int32):
-        """Fill ring `which`."""
+    def load(self, ring, loads, sA, sShares, sizes, turns, rank: Int32):
         (tma_a, gA), (tma_b, gB) = loads
-        hidden, m_blocks, n_blocks, k_tiles, tasks = sizes
-        tAs, tAg = partition(tma_a, sA, gA, (self.rows, self.tile_k), (None, None, None, None))
-        tBs, tBg = partition(tma_b, sB, gB, (self.tile_n, self.tile_k), (None, None, None, None))
-        stage_bytes = self.sharing * tile_bytes(self.a_layout, self.dtype) + tile_bytes(self.b_layout, self.dtype)
+        hidden, m_blocks, n_blocks, k_tiles = sizes
+        first, tasks, step = turns
+        tAs, tAg = partition(tma_a, sA, gA, (ROWS, self.tile_k), (None, None, None, None))
+        tBs, tBg = partition(tma_b, sShares, gB, (self.tile_n // self.cluster, self.tile_k), (None, None, None, None))
+        stage_bytes = self.warpgroups * tile_bytes(self.a_layout, self.dtype) + tile_bytes(self.b_layout, self.dtype)
         state = producer_state(self.stages)
-        for turn in cutlass.range(rounds(tasks, self.rings, which), unroll=1):
-            task = (cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]) * self.rings + which
-            m, n, channel, batch = self.decode(task, hidden, m_blocks, n_blocks)
+        for task in cutlass.range(first, tasks, step, unroll=1):
+            m, n, channel, batch = self.decode(task, rank, hidden, m_blocks, n_blocks)
             for k in cutlass.range(k_tiles, unroll=1):
-                place = which * self.stages + state.index
-                bar = acquire_stage(ring, place, state.phase, stage_bytes)
-                for w in cutlass.range_constexpr(self.sharing):
-                    source = (None, m * self.sharing + w, k, channel, batch)
-                    cute.copy(tma_a, tAg[source], tAs[None, place * self.sharing + w], tma_bar_ptr=bar)
-                cute.copy(tma_b, tBg[None, n, k, channel, batch], tBs[None, place], tma_bar_ptr=bar)
+                bar = acquire_stage(ring, state.index, state.phase, stage_bytes)
+                for w in cutlass.range_constexpr(self.warpgroups):
+                    source = (None, m * self.warpgroups + w, k, channel, batch)
+                    cute.copy(tma_a, tAg[source], tAs[None, state.index * self.warpgroups + w], tma_bar_ptr=bar)
+                source, target = (None, n * self.cluster + rank, k, channel, batch), state.index * self.cluster + rank
+                if const_expr(self.cluster > 1):
+                    every = Int16((1 << self.cluster) - 1)
+                    cute.copy(tma_b, tBg[source], tBs[None, target], tma_bar_ptr=bar, mcast_mask=every)
+                else:
+                    cute.copy(tma_b, tBg[source], tBs[None, target], tma_bar_ptr=bar)
                 state.advance()
-        drain_ring(ring, which, state, self.stages)
+        drain_ring(ring, Int32(0), state, self.stages)
 
     @cute.jit
-    def multiply(self, ring, sA, sB, sX, stores, sizes):
-        hidden, m_blocks, n_blocks, k_tiles, tasks = sizes
+    def multiply(self, ring, sA, sB, sX, stores, sizes, turns, rank: Int32):
+        hidden, m_blocks, n_blocks, k_tiles = sizes
+        first, tasks, step = turns
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
-        which, part = (Int32(0), wg) if const_expr(self.rings == 1) else (wg, Int32(0))
         mma, (tma, gX) = self.mma, stores
         tA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
         tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((self.rows, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        state, done = consumer_state(self.stages), consumer_state(self.stages)
-        for turn in cutlass.range(rounds(tasks, self.rings, which), unroll=1):
-            task = (cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]) * self.rings + which
-            m, n, channel, batch = self.decode(task, hidden, m_blocks, n_blocks)
+        state, done, pieces = consumer_state(self.stages), consumer_state(self.stages), Int32(0)
+        for task in cutlass.range(first, tasks, step, unroll=1):
+            m, n, channel, batch = self.decode(task, rank, hidden, m_blocks, n_blocks)
             acc.fill(0.0)
             for k in cutlass.range(k_tiles, unroll=1):
-                place = which * self.stages + state.index
-                wait_stage(ring, place, state.phase)
+                wait_stage(ring, state.index, state.phase)
                 warpgroup.fence()
-                for step in cutlass.range_constexpr(self.tile_k // 16):
-                    a = tA[None, None, step, place * self.sharing + part]
-                    cute.gemm(mma, acc, a, tB[None, None, step, place], acc)
+                for depth in cutlass.range_constexpr(self.tile_k // 16):
+                    a = tA[None, None, depth, state.index * self.warpgroups + wg]
+                    cute.gemm(mma, acc, a, tB[None, None, depth, state.index], acc)
                 warpgroup.commit_group()
                 state.advance()
                 if k > 0:
                     warpgroup.wait_group(1)
-                    self.release(ring, which * self.stages + done.index, tidx)
+                    self.release(ring, done.index, tidx)
                     done.advance()
             warpgroup.wait_group(0)
-            self.release(ring, which * self.stages + done.index, tidx)
+            self.release(ring, done.index, tidx)
             done.advance()
-            self.store(acc, sX, tma, gX, (m * self.sharing + part, n, channel, batch), wg, turn, tidx)
+            self.store(acc, sX, tma, gX, (m * self.warpgroups + wg, n, channel, batch), wg, pieces, tidx)
+            pieces += self.tile_n // STORED
         if cute.arch.make_warp_uniform(tidx // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def release(self, ring, number: Int32, tidx: Int32):
-        """Give back a stage that only wgmma has read."""
-        if tidx % 32 == 0:
+        """Give back a stage that only wgmma has read, to all who fill it."""
+        if const_expr(self.cluster > 1):
+            if tidx % 32 < self.cluster:
+                cute.arch.mbarrier_arrive(ring[1] + number, tidx % 32)
+        elif tidx % 32 == 0:
             cute.arch.mbarrier_arrive(ring[1] + number)
 
     @cute.jit
-    def store(self, acc, sX, tma, gX, where, wg, turn: Int32, tidx: Int32):
+    def store(self, acc, sX, tma, gX, where, wg, before: Int32, tidx: Int32):
+        """Round and store a task's results; before: pieces this warpgroup has stored, as buffers take turns across tasks."""
         rows, n, channel, batch = where
-        stored = self.mma_stored.partition_shape_C((ROWS, STORED))
-        pieces = self.tile_n // STORED
-        for piece in cutlass.range_constexpr(self.rows // ROWS * pieces):
-            m, part = piece // pieces, piece % pieces
-            rounded = cute.make_rmem_tensor(stored, self.dtype)
-            values = acc[None, m, None]
-            values = cute.make_tensor(values.iterator + part * cute.size(stored), cute.make_layout(stored))
+        shape = self.mma_stored.partition_shape_C((ROWS, STORED))
+        for piece in cutlass.range_constexpr(self.tile_n // STORED):
+            rounded = cute.make_rmem_tensor(shape, self.dtype)
+            values = cute.make_tensor(acc.iterator + piece * cute.size(shape), cute.make_layout(shape))
             rounded.store(values.load().to(self.dtype))
-            target = cute.local_tile(gX, (ROWS, STORED), (rows * (self.rows // ROWS) + m, n * pieces + part, channel, batch))
-            buffer = wg * BUFFERS + (turn * (self.rows // ROWS * pieces) + piece) % BUFFERS  # they take turns across tasks
+            target = cute.local_tile(gX, (ROWS, STORED), (rows, n * (self.tile_n // STORED) + piece, channel, batch))
+            buffer = wg * BUFFERS + (before + piece) % BUFFERS
             store_rounded(rounded, sX, buffer, BUFFERS, self.mma_stored, tma, target, wg, tidx, False)
 
 

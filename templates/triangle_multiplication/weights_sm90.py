@@ -52,7 +52,16 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, MORE, decode, fill_more, follow, put_more, sums_of_more
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    decode,
+    fill_more,
+    follow,
+    put_more,
+    sigmoids,
+    sums_of_more,
+)
 
 ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
 READ_COLUMNS = 16  # pairs whose gradients are read at a time
@@ -379,21 +388,22 @@ class TriangleMultiplicationWeightsSm90:
             of_pair = cute.make_rmem_tensor((2, 2), Float32)
             for c in cutlass.range_constexpr(2):
                 cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
-            for r in cutlass.range_constexpr(2):
-                incoming = two_columns(d, r, j % (READ_COLUMNS // 8))
-                for c in cutlass.range_constexpr(2):
-                    n, rstd_v = 2 * j + c, of_pair[0, c]
-                    rstd_g = rstd_v if const_expr(self.front) else of_pair[1, c]
-                    value = v[r, n] * rstd_v
-                    s = cute.arch.rcp_approx(1.0 + cute.math.exp2(g[r, n] * (rstd_g * -LOG2_E), fastmath=True))
-                    grad = incoming[c]
+            incoming = [two_columns(d, r, j % (READ_COLUMNS // 8)) for r in range(2)]
+            for c in cutlass.range_constexpr(2):
+                n, rstd_v = 2 * j + c, of_pair[0, c]
+                rstd_g, s = rstd_v if const_expr(self.front) else of_pair[1, c], cute.make_rmem_tensor(2, Float32)
+                for r in cutlass.range_constexpr(2):
+                    s[r] = g[r, n] * (rstd_g * -LOG2_E)
+                sigmoids(s)
+                for r in cutlass.range_constexpr(2):
+                    grad = incoming[r][c]
                     if const_expr(self.has_mask):
                         # A select, not a product: what the gradient of a masked pair holds must not matter. That of an absent one
                         # is finite, and times an rstd of 0.
                         grad = Float32(0.0) if of_pair[1, c] == 0.0 else grad * of_pair[1, c]
-                    d_value = grad * s
+                    value, d_value = v[r, n] * rstd_v, grad * s[r]
                     d_gate = d_value * value
-                    v[r, n], g[r, n] = d_value * rstd_v, (d_gate - d_gate * s) * rstd_g
+                    v[r, n], g[r, n] = d_value * rstd_v, (d_gate - d_gate * s[r]) * rstd_g
 
     @cute.jit
     def store(self, sums, more, mPlanes, mSums, where, tidx: Int32):

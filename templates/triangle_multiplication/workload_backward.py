@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention.workload import relative_rms
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward, reference
 from tpf_jit.templates.triangle_multiplication.inputs import Inputs
@@ -89,15 +90,13 @@ class _BackwardWorkload(_StageWorkload):
     """
 
     own_template = ""
-    """Of a family that sums into planes."""
+    """The name of that of a family that sums into planes."""
 
     def __init__(self, *arguments: Any, template: Any = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.template = template
         if template is None and self.own_template:
-            from tpf_jit.templates.triangle_multiplication import config_backward
-
-            self.template = getattr(config_backward, self.own_template)()
+            self.template = registry.get(self.own_template)
         self.splits = 1
         self.configure(None)
 
@@ -204,7 +203,7 @@ class BackBackwardWorkload(_BackGradientWorkload):
 class BackWeightsWorkload(_BackGradientWorkload):
     """Kernels of "triangle_multiplication/back_weights". Outputs: planes and sums over the splits, value and gate apart."""
 
-    own_template = "TriangleMultiplicationBackWeights"
+    own_template = "triangle_multiplication_back_weights_sm90"
 
     @property
     def bytes_per_set(self) -> int:
@@ -292,7 +291,7 @@ class FrontBackwardWorkload(_FrontGradientWorkload):
 class FrontWeightsWorkload(_FrontGradientWorkload):
     """Kernels of "triangle_multiplication/front_weights". Outputs: planes and sums over the splits, value and gate apart."""
 
-    own_template = "TriangleMultiplicationFrontWeights"
+    own_template = "triangle_multiplication_front_weights_sm90"
 
     @property
     def bytes_per_set(self) -> int:

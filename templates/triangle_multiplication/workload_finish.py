@@ -14,6 +14,7 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
     TriangleMultiplicationBackWeights,
     TriangleMultiplicationFrontWeights,
 )
+from tpf_jit.templates.triangle_multiplication.config_gradients import TriangleMultiplicationFrontGradients
 from tpf_jit.templates.triangle_multiplication.inputs import make_inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 from tpf_jit.templates.triangle_multiplication.workload import _StageWorkload
@@ -40,7 +41,7 @@ class FinishWorkload(_StageWorkload):
     seen.
 
     Args:
-        splits: of front and back planes; by default those of the weight kernels' defaults for the grid.
+        splits: of front and back planes; by default those of the kernels that sum, by their defaults for the grid.
         norm_dtype: of the norms; by default that of the matrices.
         The rest as for the stages of the forward.
     """
@@ -53,7 +54,9 @@ class FinishWorkload(_StageWorkload):
     def _usual_splits(self) -> tuple[int, int]:
         # Weights wider than those kernels take have no planes of their own; any number will do.
         shape = replace(self.shape, channels=min(self.shape.channels, 256), hidden=min(self.shape.hidden, 256))
-        templates = TriangleMultiplicationFrontWeights(), TriangleMultiplicationBackWeights()
+        together = TriangleMultiplicationFrontGradients()
+        front_template = together if together.supports(shape)[0] else TriangleMultiplicationFrontWeights()
+        templates = front_template, TriangleMultiplicationBackWeights()
         front, back = (template.splits(shape, template.default(shape), self.num_ctas) for template in templates)
         return front, back
 

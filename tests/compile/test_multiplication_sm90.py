@@ -16,6 +16,7 @@ BACKWARD = {
     name: get(f"triangle_multiplication_{name}_sm90")
     for name in ("back_backward", "back_weights", "front_backward", "front_weights")
 }
+GRADIENTS = get("triangle_multiplication_front_gradients_sm90")
 # (C, D): the usual, both wide enough to leave one stage, unlike ones with an odd step, the narrowest.
 WIDTHS = [(128, 128), (256, 256), (96, 160), (32, 32)]
 
@@ -91,7 +92,7 @@ def products_of(name: str, template, shape: TriangleMultiplicationShape) -> int:
         return config.tiles * (depth + outer + 4 * config.tile_n // 16)
     if name == "front_backward":
         steps = 2 * hidden // config.tile_h
-        return max(n for n in range(1, 9) if steps % n == 0) * (2 * depth + 2 * config.tile_h // 16)
+        return max(n for n in range(1, 9) if steps % n == 0) * (depth + 2 * config.tile_h // 16)
     return depth * template.passes(channels, hidden) + outer + 2 * config.tile_c // 16
 
 
@@ -111,6 +112,20 @@ def test_backward(name: str, channels: int, hidden: int) -> None:
     assert estimate.smem_bytes - 8192 <= resources["smem_bytes"] <= estimate.smem_bytes
 
 
+@pytest.mark.parametrize("hidden", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["none", "bool"])
+def test_front_gradients(hidden: int, mask: str) -> None:
+    """A kernel for every 128 rows of the weights. Nothing spills, though sums for two weights leave few registers."""
+    shape, launches = TriangleMultiplicationShape(384, 128, hidden, mask=mask), 2 * hidden // 128
+    resources = resources_of(GRADIENTS, shape)
+    assert resources["stl"] == resources["ldl"] == 0 and resources["setmaxnreg"] == 2 * launches
+    # Values and gates with a step for means and biases; sums of both over 64 pairs, and their means; t over the rows of both.
+    assert resources["hgmma"] == launches * (2 * (128 // 16 + 1) + 2 * 2 * 64 // 16 + 2 * 128 // 16)
+    # dz alone leaves through TMA, half of the channels at a time; planes are stored by the threads that sum.
+    assert resources["utmastg"] == launches
+    assert resources["threads"] * resources["registers"] <= 65536
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_every_configuration_compiles(name: str) -> None:
     """None serialises its products, whether weights stay or come again, whether a step is one tile or two."""
@@ -118,7 +133,7 @@ def test_every_configuration_compiles(name: str) -> None:
     for config in template.space(shape)[:: 1 if name.endswith("weights") else 4]:
         resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
         assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], (config, resources["ptxas_notes"])
-        assert resources["spill_bytes"] <= 192, (config, resources["spill_bytes"])
+        assert resources["spill_bytes"] <= 256, (config, resources["spill_bytes"])
 
 
 @pytest.mark.parametrize("channels, hidden", [(128, 128), (64, 64), (64, 128), (32, 32)])
@@ -132,7 +147,7 @@ def test_rows(name: str, channels: int, hidden: int) -> None:
         return
     config = template.default(shape)
     if name == "front_rows":
-        products = 2 * hidden // config.tile_h * 2 * (channels // 16 + 1)
+        products = 2 * hidden // config.tile_h * (channels // 16 + 1)
     else:
         products = channels // config.tile_c * (channels // 16 + hidden // 16 + 2)
     assert resources_of(template, shape)["hgmma"] == products
@@ -152,6 +167,9 @@ def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:
     assert template.splits(shape, template.default(shape), 132) == 66
     assert template.splits(TriangleMultiplicationShape(1), template.default(shape), 132) == 1
     assert "256" in template.supports(TriangleMultiplicationShape(64, 288))[1]
+    # Every CTA has all rows of a launch, so there are as many shares as CTAs.
+    assert GRADIENTS.splits(shape, GRADIENTS.default(shape), 132) == 132
+    assert GRADIENTS.splits(TriangleMultiplicationShape(1), GRADIENTS.default(shape), 132) == 1
 
 
 def test_a_legal_default_for_every_width() -> None:
@@ -163,7 +181,7 @@ def test_a_legal_default_for_every_width() -> None:
                     space, default = template.space(shape), template.default(shape)
                     assert template.check(shape, default) is None and len(set(space)) == len(space)
                     assert all(template.check(shape, config) is None for config in space)
-                for template in BACKWARD.values():
+                for template in (*BACKWARD.values(), GRADIENTS):
                     if template.supports(shape)[0]:
                         assert template.default(shape) in template.space(shape)
 
@@ -185,3 +203,13 @@ def test_rows_with_two_blocks_under_way(name: str, fields: dict) -> None:
     assert template.check(shape, config) is None
     resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
     assert resources["spill_bytes"] == 0 and not [note for note in resources["ptxas_notes"] if "C75" in str(note)]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_of_clusters(product: str) -> None:
+    """Each CTA of two fetches half of the columns' operand for both."""
+    template, shape = PRODUCTS[product], TriangleMultiplicationShape(768)
+    for config in (config for config in template.space(shape) if config.cluster == 2):
+        built = compile_kernel(KernelSpec.make(template, shape, config))
+        assert built.resources["spill_bytes"] == 0 and not built.resources["ptxas_notes"]
+        assert built.resources["hgmma"] == config.tile_k // 16

@@ -1,8 +1,9 @@
 """The backward kernels of the triangle multiplicative update as PyTorch functions, with their conventions and roundings.
 
 Operands of products are bf16: z and x as they are, folded weights, dh, dp and dg before they are multiplied by weights, and for
-the gradients of weights their products with the reciprocal deviations. Sums are float32, results are rounded once. For a float64
-z everything is float64 and nothing is rounded, so that the algebra can be checked alone. `gradients` is the whole backward.
+the gradients of weights, and in front_gradients for all, their products with the reciprocal deviations. Sums are float32, results
+are rounded once. For a float64 z everything is float64 and nothing is rounded, so that the algebra can be checked alone.
+`gradients` is the whole backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward
 from tpf_jit.templates.triangle_multiplication.config_finish import ROWS
+from tpf_jit.templates.triangle_multiplication.config_gradients import CHANNELS, LAUNCH_ROWS
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
@@ -44,6 +46,25 @@ def front_weights(z, z_stats, mask, dfactors, p_in, g_in, in_terms, planes, sums
     dp, dg = _front(z, z_stats, mask, dfactors, p_in, g_in, in_terms)
     wide = _rounding(z)(z)
     _sum_pairs(z.dtype, planes, sums, splits, ((dp, wide, z_stats), (dg, wide, z_stats)))
+
+
+def front_gradients(z, z_stats, mask, dfactors, dzn, p_in, g_in, in_terms, dz, planes, sums, splits, num_ctas) -> None:
+    """A launch after the other, each for some rows of the weights; between them dz holds t, rounded."""
+    _check(z, (z_stats,), in_terms, (dfactors, dzn, p_in, g_in, dz))
+    assert z.shape[-1] == CHANNELS and p_in.shape[0] % LAUNCH_ROWS == 0
+    assert planes.is_contiguous() and sums.is_contiguous()
+    rounded, rstd, t = _rounding(z), z_stats[..., 1:], dzn
+    wide, starts = rounded(z), range(0, p_in.shape[0], LAUNCH_ROWS)
+    for start in starts:
+        own = slice(start, start + LAUNCH_ROWS)
+        given = dfactors.flatten(1, 2)[:, None, own]
+        dp, dg = _front(z, z_stats, mask, given, p_in[own], g_in[own], in_terms[own])
+        mine = planes[:, own].clone(), sums[:, own].clone()
+        _sum_pairs(z.dtype, *mine, splits, ((dp, wide, z_stats), (dg, wide, z_stats)))
+        planes[:, own], sums[:, own] = mine
+        whole = rounded(dp * rstd) @ rounded(p_in[own]) + rounded(dg * rstd) @ rounded(g_in[own])
+        whole = rounded(t) + whole / rstd
+        t = dz.copy_(_through_norm(whole, wide, z_stats) if start == starts[-1] else whole)
 
 
 def finish(

@@ -137,7 +137,7 @@ class EmulatedKernels:
             self.ran.append(family)
             emulated(*arguments)
 
-        is_sum = family in (routing.FRONT_WEIGHTS, routing.BACK_WEIGHTS)
+        is_sum = family in (routing.FRONT_WEIGHTS, routing.BACK_WEIGHTS, routing.FRONT_GRADIENTS)
         return routing.Launch(function, 132, splits=self.splits if is_sum else 1)
 
 

@@ -23,6 +23,7 @@ from tpf_jit.errors import ColdKernelInCapture, CompileFailed, FallbackWarning, 
 from tpf_jit.explanation import explain_passes
 from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
+from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention import reference
 from tpf_jit.templates.triangle_attention.config import ForwardConfig
 from tpf_jit.templates.triangle_attention.workload import relative_rms
@@ -323,7 +324,9 @@ def test_compile_with_residual_takes_the_statistics_of_a_multiplication() -> Non
     assert not any(stats(wide)), "its backward is PyTorch's"
     trained = api.compile(TriangleMultiplicationShape(96), residual=True, training=True)
     assert [kernel.spec for kernel in trained[: len(kept)]] == [kernel.spec for kernel in kept]
-    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 7
+    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 6
+    narrow = [api.compile(TriangleMultiplicationShape(96, 64), residual=True, training=flag) for flag in (False, True)]
+    assert len(narrow[1]) == len(narrow[0]) + 7, "two kernels for the gradients of the front"
 
 
 def test_compile_refuses_other_architectures() -> None:
@@ -499,8 +502,11 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     assert len(api.compile(shape, training=True)) == 5
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_gradients", "finish"]
+    narrow = [kernel.spec.template for kernel in api._of_training(TriangleMultiplicationShape(64, 64, direction="incoming"))]
+    asked.clear()
+    assert narrow[5:] == [f"fake_{name}" for name in [*backward[:4], "front_backward", "front_weights", "finish"]]
     found = [kernel.spec.template for kernel in api._of_training(shape)]
-    backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_backward", "front_weights", "finish"]
     assert found == [f"fake_{name}" for name in ["fold", "front", "product_tn", "back", "back", *backward]]
     assert [flags for _, flags in asked[:5]] == [
         {"bias": False}, {}, {}, *({"residual": added, "stats": True} for added in (False, True)),
@@ -536,6 +542,20 @@ def test_warmup_for_training_launches_what_a_step_runs(cuda_of_cpu, monkeypatch,
     with api.residual_compensation(False):
         variants = {tuple(kernel.spec.variant) for kernel in api.warmup(SHAPE, training=True)}
     assert not any(dict(variant).get("residual") for variant in variants)
+
+
+def test_warmup_launches_each_finish_kernel_with_norms_of_its_dtype(cuda_of_cpu) -> None:
+    template, given = registry.get("triangle_multiplication_finish_sm90"), []
+    shape = TriangleMultiplicationShape(40, 64, 64, weight_dtype="bfloat16")
+    for flags in ({"bias": False, "norm_dtype": "float32"}, {"bias": True, "norm_dtype": "bfloat16"}):
+        spec = SimpleNamespace(variant=tuple(template.variant(shape, **flags).items()))
+        function = lambda *arguments: given.append(arguments)  # noqa: E731
+        kernel = SimpleNamespace(shape=shape, template=template, spec=spec, config=template.default(shape), function=function)
+        api._launch_once(kernel, torch.device("cpu"))
+    plain, biased = given
+    assert {x.dtype for x in plain[:4]} == {x.dtype for x in biased[:8]} == {torch.bfloat16}
+    assert {x.dtype for x in plain[4:8]} == {torch.float32}
+    assert plain[20] is None and biased[20].dtype == torch.bfloat16, "a gradient of a bias"
 
 
 def test_a_warm_kernel_is_the_one_calls_use(cuda_of_cpu, monkeypatch) -> None:

@@ -99,6 +99,9 @@ def test_rows_say_what_runs_in_their_pass(monkeypatch, shape):
         assert all(one["config_from"] == "default" for one in facts["backward"].values())
         assert [name for name, one in facts["backward"].items() if not one["config"]] == ["finish"], "nothing to choose"
         json.dumps(facts)
+    # Wide enough for one kernel in the place of two.
+    usual = peer.ready(dataclasses.replace(shape, channels=128, hidden=128), inputs, "both")["backward"]
+    assert list(usual) == [*families[:4], "front_gradients", "finish"]
     wide = dataclasses.replace(shape, channels=288)
     assert "up to 256" in peer.ready(wide, inputs, "both")["backward"]["pytorch path"]
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates.base import Workload
+from tpf_jit.templates.triangle_attention.workload import relative_rms
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward, reference
+from tpf_jit.templates.triangle_multiplication.config_gradients import LAUNCH_ROWS
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES, Inputs, make_inputs
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 from tpf_jit.templates.triangle_multiplication.workload import OperatorWorkload
@@ -23,13 +25,22 @@ from tpf_jit.templates.triangle_multiplication.workload_backward import (
     FrontWeightsWorkload,
 )
 from tpf_jit.templates.triangle_multiplication.workload_finish import FinishWorkload
+from tpf_jit.templates.triangle_multiplication.workload_gradients import FrontGradientsWorkload
 
 Shape = TriangleMultiplicationShape
 KINDS = {
     "back_backward": BackBackwardWorkload, "back_weights": BackWeightsWorkload,
-    "front_backward": FrontBackwardWorkload, "front_weights": FrontWeightsWorkload,
+    "front_backward": FrontBackwardWorkload, "front_weights": FrontWeightsWorkload, "front_gradients": FrontGradientsWorkload,
 }  # fmt: skip
+SUMMED = ["back_weights", "front_weights", "front_gradients"]
 EPS = 1e-5
+
+
+def served(name: str, crop: int, channels: int, hidden: int, *rest, **fields) -> TriangleMultiplicationShape:
+    """That problem, or for front_gradients one that it takes: from 64 hidden on in two launches, below in one."""
+    if name == "front_gradients":
+        channels, hidden = 128, 128 if hidden >= 64 else 64
+    return Shape(crop, channels, hidden, *rest, **fields)
 
 
 # The algebra
@@ -173,8 +184,8 @@ class Fixed:
 @pytest.mark.parametrize(("direction", "mask", "biases"), [("outgoing", "none", True), ("incoming", "float", False)])
 @pytest.mark.parametrize(("crop", "channels", "hidden"), [(30, 64, 96), (41, 128, 32)])
 def test_right_kernels_are_inside_the_bounds(name, family, direction, mask, biases, crop, channels, hidden) -> None:
-    shape = Shape(crop, channels, hidden, direction, mask=mask)
-    workload = KINDS[name](shape, "cpu", family=family, projection_biases=biases, template=Fixed() if "weights" in name else None)
+    shape = served(name, crop, channels, hidden, direction, mask=mask)
+    workload = KINDS[name](shape, "cpu", family=family, projection_biases=biases, template=Fixed() if name in SUMMED else None)
     assert isinstance(workload, Workload) and workload.bytes_per_set > 0
     errors, bounds = judge(workload, getattr(emulation, name))
     assert all(errors[key] <= bounds[key] for key in bounds), (errors, bounds)
@@ -184,13 +195,13 @@ def test_right_kernels_are_inside_the_bounds(name, family, direction, mask, bias
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("crop", [1, 2, 9])
 def test_small_crops_and_several_elements(name: str, crop: int) -> None:
-    errors, bounds = judge(KINDS[name](Shape(crop, 32, 64, "incoming", 2, mask="bool"), "cpu"), getattr(emulation, name))
+    errors, bounds = judge(KINDS[name](served(name, crop, 32, 64, "incoming", 2, mask="bool"), "cpu"), getattr(emulation, name))
     assert all(errors[key] <= bounds[key] for key in bounds), (errors, bounds)
 
 
 def test_chunks_do_not_change_the_references(monkeypatch) -> None:
-    for kind in KINDS.values():
-        workload = kind(Shape(6, 32, 64, "incoming", 2, mask="float"), "cpu", mask_pattern="soft")
+    for name, kind in KINDS.items():
+        workload = kind(served(name, 6, 32, 64, "incoming", 2, mask="float"), "cpu", mask_pattern="soft")
         data = workload.make_inputs(0)
         whole = workload.reference(data)
         with monkeypatch.context() as patched:
@@ -200,9 +211,9 @@ def test_chunks_do_not_change_the_references(monkeypatch) -> None:
             torch.testing.assert_close(again[key], want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["back_weights", "front_weights"])
+@pytest.mark.parametrize("name", SUMMED)
 def test_splits_come_from_the_template(name: str) -> None:
-    workload = KINDS[name](Shape(9, 32), "cpu", template=Fixed(), num_ctas=3)
+    workload = KINDS[name](served(name, 9, 32, 128), "cpu", template=Fixed(), num_ctas=3)
     assert workload.splits == 6
     before = workload.bytes_per_set
     workload.configure(5)
@@ -217,7 +228,7 @@ def test_splits_come_from_the_template(name: str) -> None:
     assert seen == [(15, 15, 15, 3)] and all(errors[key] <= bounds[key] for key in bounds)
 
 
-@pytest.mark.parametrize("kind", [BackWeightsWorkload, FrontWeightsWorkload])
+@pytest.mark.parametrize("kind", [KINDS[name] for name in SUMMED])
 def test_splits_are_those_of_the_family_unless_a_template_is_given(kind) -> None:
     shape = Shape(96, 128)
     workload = kind(shape, "cpu", num_ctas=132)
@@ -227,7 +238,8 @@ def test_splits_are_those_of_the_family_unless_a_template_is_given(kind) -> None
 
 
 def outputs(name: str, arguments: tuple) -> tuple[Tensor, ...]:
-    return {"back_backward": arguments[-3:-1], "front_backward": arguments[-2:-1]}.get(name, arguments[-4:-2])
+    ends = {"back_backward": (-3, -1), "front_backward": (-2, -1), "front_gradients": (-5, -2)}
+    return arguments[slice(*ends.get(name, (-4, -2)))]
 
 
 SPOILED = {
@@ -242,8 +254,8 @@ SPOILED = {
 @pytest.mark.parametrize("name", KINDS)
 def test_spoiled_outputs_are_noticed(name: str, how: str) -> None:
     """Each output by itself."""
-    workload = KINDS[name](Shape(18, 32, 64, "incoming", mask="bool"), "cpu")
-    for which in range(1 if name == "front_backward" else 2):
+    workload = KINDS[name](served(name, 18, 32, 64, "incoming", mask="bool"), "cpu")
+    for which in range({"front_backward": 1, "front_gradients": 3}.get(name, 2)):
 
         def broken(*arguments, which=which) -> None:
             getattr(emulation, name)(*arguments)
@@ -255,7 +267,7 @@ def test_spoiled_outputs_are_noticed(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kernel_that_writes_nothing_never_passes(name: str) -> None:
-    errors, _ = judge(KINDS[name](Shape(9, 32), "cpu"), lambda *arguments: None)
+    errors, _ = judge(KINDS[name](served(name, 9, 32, 128), "cpu"), lambda *arguments: None)
     assert set(errors.values()) == {math.inf}
 
 
@@ -296,30 +308,33 @@ def without_mean(stats: Tensor) -> Tensor:
 
 
 MISTAKES = {
-    "no_mean_of_z": [("back_weights", 1, without_mean), ("front_weights", 1, without_mean), ("front_backward", 1, without_mean)],
+    "no_mean_of_z": [("back_weights", 1, without_mean), ("front_weights", 1, without_mean), ("front_backward", 1, without_mean),
+                     ("front_gradients", 1, without_mean)],
     "no_mean_of_x": [("back_backward", 3, without_mean), ("back_weights", 3, without_mean)],
     "no_row_sums": [("back_backward", 7, without_columns(0, 2)), ("back_weights", 7, without_columns(0, 2)),
-                    ("front_backward", 7, without_columns(0, 2)), ("front_weights", 6, without_columns(0, 2))],
+                    ("front_backward", 7, without_columns(0, 2)), ("front_weights", 6, without_columns(0, 2)),
+                    ("front_gradients", 7, without_columns(0, 2))],
     "no_biases": [("back_backward", 7, without_columns(1)), ("back_weights", 7, without_columns(3)),
-                  ("front_backward", 7, without_columns(1)), ("front_weights", 6, without_columns(3))],
-    "no_mask": [("front_backward", 2, lambda mask: None), ("front_weights", 2, lambda mask: None)],
-    "no_dzn": [("front_backward", 4, torch.zeros_like)],
-    "factors_swapped": [("front_backward", 3, lambda x: x.flip(1)), ("front_weights", 3, lambda x: x.flip(1))],
+                  ("front_backward", 7, without_columns(1)), ("front_weights", 6, without_columns(3)),
+                  ("front_gradients", 7, without_columns(1))],
+    "no_mask": [(name, 2, lambda mask: None) for name in ("front_backward", "front_weights", "front_gradients")],
+    "no_dzn": [(name, 4, torch.zeros_like) for name in ("front_backward", "front_gradients")],
+    "factors_swapped": [(name, 3, lambda x: x.flip(1)) for name in ("front_backward", "front_weights", "front_gradients")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(mistake: str) -> None:
     for name, index, change in MISTAKES[mistake]:
-        workload = KINDS[name](Shape(24, 32, 64, "incoming", mask="bool"), "cpu", family="trained_like")
+        workload = KINDS[name](served(name, 24, 32, 64, "incoming", mask="bool"), "cpu", family="trained_like")
         errors, bounds = judge(workload, with_argument(index, change)(name))
         assert any(errors[key] > bounds[key] for key in bounds), (name, errors, bounds)
 
 
 def test_a_norm_without_its_correction_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(emulation, "_through_norm", lambda t, pairs, stats: stats[..., 1:] * (t - t.mean(-1, keepdim=True)))
-    for name in ("back_backward", "front_backward"):
-        errors, bounds = judge(KINDS[name](Shape(18, 32, 64), "cpu"), getattr(emulation, name))
+    for name in ("back_backward", "front_backward", "front_gradients"):
+        errors, bounds = judge(KINDS[name](served(name, 18, 32, 64), "cpu"), getattr(emulation, name))
         key = next(iter(bounds))
         assert errors[key] > bounds[key], (name, errors, bounds)
 
@@ -343,6 +358,115 @@ def test_unrounded_row_sums_are_noticed(monkeypatch) -> None:
     monkeypatch.setattr(layout, "fold", careless)
     errors = workload.errors(workload.run(emulation.front_backward, far), workload.reference(far))
     assert errors["dz"] > workload.bounds()["dz"]
+
+
+# Front backward and front weights in one
+
+
+def alone_and_together(z: Tensor, hidden: int, mask: str, splits: int = 3) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """dz, planes and sums of front_backward and front_weights, and of front_gradients, for the operands of one workload."""
+    shape = Shape(z.shape[1], 128, hidden, "incoming", z.shape[0], mask=mask)
+    data = FrontBackwardWorkload(shape, "cpu", projection_biases=True, mask_pattern="soft" if mask == "float" else None)
+    data = data.make_inputs(3)
+    folded, wide = layout.fold(data.call.weights, z.dtype), torch.promote_types(z.dtype, torch.float32)
+    stats, keep = layout.statistics(z.to(wide), EPS), layout.mask_buffer(data.call.mask, z)
+    given = (z, stats, keep, data.dfactors.to(z.dtype))
+    weights, dzn = (folded.p_in, folded.g_in, folded.in_terms), data.dzn.to(z.dtype)
+    made = [(layout_backward.pair_empty(z), *layout_backward.front_planes_empty(z, hidden, splits)) for _ in range(2)]
+    (dz, *planes), both = made
+    emulation.front_backward(*given, dzn, *weights, dz, 1)
+    emulation.front_weights(*given, *weights, *planes, splits, 1)
+    emulation.front_gradients(*given, dzn, *weights, *both, splits, 1)
+    return (dz, *planes), both
+
+
+@pytest.mark.parametrize(("hidden", "mask"), [(64, "none"), (128, "float"), (192, "bool")])
+def test_front_gradients_are_the_algebra_of_the_two(hidden: int, mask: str) -> None:
+    """In float64, for one launch and for several."""
+    z = make_inputs(Shape(9, 128, hidden, batch=2), "cpu", 2).z.double()
+    for one, other in zip(*alone_and_together(z, hidden, mask), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("hidden", [64, 192])
+def test_planes_of_front_gradients_are_rounded_as_those_of_front_weights(hidden: int) -> None:
+    """Gradients are rounded times the reciprocal deviations in both; t holds them so too, and is rounded between launches."""
+    z = make_inputs(Shape(9, 128, hidden, batch=2), "cpu", 2).z
+    (dz, *planes), (both_dz, *both_planes) = alone_and_together(z, hidden, "bool")
+    for one, other in zip(planes, both_planes, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+    assert not torch.equal(dz, both_dz) and relative_rms(both_dz, dz.double(), exact_zeros=False) < 1e-2
+
+
+def only_rows(arguments: tuple, rows: slice) -> list:
+    """The arguments of a kernel that has only these of two launches' rows; its planes are its own."""
+    changed = list(arguments)
+    changed[3] = arguments[3][:, rows].contiguous()
+    whole = slice(rows.start * LAUNCH_ROWS, rows.stop * LAUNCH_ROWS)
+    changed[5:8] = (x[whole].contiguous() for x in arguments[5:8])
+    changed[9:11] = (x[:, whole].contiguous() for x in arguments[9:11])
+    return changed
+
+
+def last_rows_start_again(*arguments) -> None:
+    """The second launch takes dzn, not what the first left in dz."""
+    emulation.front_gradients(*arguments)
+    emulation.front_gradients(*only_rows(arguments, slice(1, 2)))
+
+
+def first_rows_are_all(*arguments) -> None:
+    """Only the first launch; the planes are right."""
+    emulation.front_gradients(*arguments)
+    emulation.front_gradients(*only_rows(arguments, slice(0, 1)))
+
+
+def every_launch_normalises(*arguments) -> None:
+    emulation.front_gradients(*arguments)
+    emulation.front_gradients(*only_rows(arguments, slice(0, 1)))
+    changed = only_rows(arguments, slice(1, 2))
+    changed[4] = arguments[8].clone()
+    emulation.front_gradients(*changed)
+
+
+def planes_of_the_first_rows_twice(*arguments) -> None:
+    emulation.front_gradients(*arguments)
+    for x in arguments[9:11]:
+        x[:, LAUNCH_ROWS:] = x[:, :LAUNCH_ROWS]
+
+
+def deviation_stays_in_t(*arguments) -> None:
+    """The gradients carry rstd, and t is not rid of it."""
+    emulation.front_gradients(*arguments)
+    changed = list(arguments)
+    changed[3] = arguments[3] * arguments[1][..., 1].unsqueeze(1).unsqueeze(1).to(arguments[3].dtype)
+    changed[9:11] = (torch.empty_like(x) for x in arguments[9:11])
+    emulation.front_gradients(*changed)
+
+
+@pytest.mark.parametrize("broken", [last_rows_start_again, first_rows_are_all, every_launch_normalises,
+                                    planes_of_the_first_rows_twice, deviation_stays_in_t])  # fmt: skip
+def test_mistakes_between_launches_are_noticed(broken) -> None:
+    shape = Shape(16, 128, 128, "incoming", mask="bool")
+    workload = FrontGradientsWorkload(shape, "cpu")
+    errors, bounds = judge(workload, emulation.front_gradients)
+    assert all(errors[key] <= bounds[key] for key in bounds)
+    errors, bounds = judge(workload, broken)
+    wrong = {key for key in bounds if not errors[key] <= bounds[key]}
+    assert wrong == ({"value", "gate", "value_sums", "gate_sums"} if "planes" in broken.__name__ else {"dz"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_launches_round_few_times(family: str) -> None:
+    """The widest that the family takes: four launches, three roundings of t between them."""
+    errors, bounds = judge(FrontGradientsWorkload(Shape(20, 128, 256), "cpu", family=family), emulation.front_gradients)
+    assert all(errors[key] <= bounds[key] for key in bounds), (errors, bounds)
+
+
+def test_which_widths_front_gradients_takes() -> None:
+    template = FrontGradientsWorkload(Shape(9), "cpu").template
+    taken = [(c, d) for c in range(32, 289, 32) for d in range(32, 289, 32) if template.supports(Shape(9, c, d))[0]]
+    assert taken == [(128, 64), (128, 128), (128, 192), (128, 256)]
+    assert "steps of 64, not 128 and 96" in template.supports(Shape(9, 128, 96))[1]
 
 
 # Gradients of weights from the planes
@@ -400,7 +524,8 @@ def test_wrong_finishing_is_seen(wrong: str, dtype: str) -> None:
 
 
 def test_finish_workloads_take_the_splits_of_the_weight_kernels() -> None:
-    assert FinishWorkload(Shape(384), "cpu", num_ctas=132).splits == (66, 132)
+    assert FinishWorkload(Shape(384), "cpu", num_ctas=132).splits == (132, 132)
+    assert FinishWorkload(Shape(384, 128, 96), "cpu", num_ctas=132).splits == (66, 132)
     assert FinishWorkload(Shape(1), "cpu", num_ctas=132).splits == (1, 1)
     assert FinishWorkload(Shape(384, 512, 512), "cpu", num_ctas=132).splits == FinishWorkload(
         Shape(384, 256, 256), "cpu", num_ctas=132

@@ -31,6 +31,8 @@ from tpf_jit.templates.triangle_multiplication.layout import Weights
 OUT, GRADIENT = 8e-3, 1.6e-2
 FRONT = ["fold", "front", "product_nt", "back"]
 BACK = ["back_weights", "back_backward", "product_nn", "product_tn", "front_weights", "front_backward", "finish"]
+TOGETHER = [*BACK[:4], "front_gradients", "finish"]
+"""At 128 channels and a hidden width in steps of 64; nearly all calls here have less."""
 
 
 def too_wide(shape) -> str | None:
@@ -187,6 +189,96 @@ def test_gradients_that_are_not_wanted_are_empty_for_the_operator_alone(kernels)
     assert all(grad.numel() == 0 and grad.dtype == x.z.dtype for grad in grads[1:])
 
 
+# Front backward and front weights in one
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("hidden", "mask", "biases"), [(64, "none", True), (128, "bool", False), (192, "float", False)])
+def test_one_kernel_for_all_gradients_of_the_front(kernels, direction, recompute, hidden, mask, biases) -> None:
+    x = leaves(call(9, 128, hidden, direction, batch=2, mask=mask, biases=biases))
+    run(x, direction, recompute=recompute).backward(x.grad_out)
+    contraction = f"product_{layout.CONTRACTIONS[direction]}"
+    again = ["front", contraction] if recompute else []
+    products = ["product_nn", "product_tn"] if direction == "outgoing" else ["product_nt", "product_nn"]
+    assert ran(kernels) == ["fold", "front", contraction, "back", *again, *TOGETHER[:2], *products, *TOGETHER[4:]]
+    with torch.no_grad():
+        dz, grads = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, x.weights)
+    for name, grad in gradients(x).items():
+        assert relative_rms(grad, dz if name == "z" else getattr(grads, name)) < GRADIENT, name
+
+
+@pytest.mark.parametrize(("channels", "hidden"), [(64, 64), (96, 128), (160, 128), (128, 96), (128, 32)])
+def test_other_widths_take_two_kernels(kernels, channels: int, hidden: int) -> None:
+    step(call(9, channels, hidden))
+    assert ran(kernels) == FRONT + BACK
+
+
+def test_one_kernel_runs_only_where_both_are_wanted(kernels) -> None:
+    """z alone, weights of the front alone; with either and the weights of the back nothing changes."""
+    x = call(9, 128, 64, mask="bool")
+    everything = step(x)
+    assert ran(kernels) == FRONT + TOGETHER
+    front, back = ({f"{name}_weight" for name in names} for names in (("p_in", "g_in", "norm_in"), ("p_out", "norm_out")))
+    passes = ["back_backward", "product_nn", "product_tn"]
+    for wanted, expected in (
+        ({"z"}, [*passes, "front_backward"]), (front - {"norm_in_weight"}, [*passes, "front_weights"]),
+        ({"z"} | back, ["back_weights", *passes, "front_backward"]), (front, ["back_weights", *passes, "front_weights"]),
+        ({"z", "g_in_weight"}, [*passes, "front_gradients"]), (back, ["back_weights"]),
+    ):  # fmt: skip
+        kernels.asked.clear()
+        tensors = {"z": x.z} | x.weights._asdict()
+        tensors = {name: t.clone().requires_grad_() if name in wanted else t for name, t in tensors.items()}
+        triangle_multiplication(tensors["z"], "outgoing", x.mask, *list(tensors.values())[1:]).backward(x.grad_out)
+        assert ran(kernels) == FRONT + expected, wanted
+        asked = {family.partition("/")[2] for family, _ in kernels.asked}
+        assert asked & {"front_backward", "front_weights", "front_gradients"} <= set(expected), "not even compiled"
+        for name in wanted:
+            # What one of the two computes is what the one computes, but for the roundings of t.
+            assert relative_rms(tensors[name].grad, everything[name].double()) < (1e-2 if name == "z" else 1e-5), (wanted, name)
+
+
+def test_one_kernel_is_exact(kernels) -> None:
+    """In float64, from what a forward saved or did not."""
+    x = call(7, 128, 128, "incoming", 2, torch.float64, mask="float")
+    shape = TriangleMultiplicationShape(7, 128, 128, "incoming", 2, mask="float")
+    found = multiplication_launch.find(shape, x.weights, None, True, x.z.device)
+    for keep in (Keep(True, True, True), Keep(False, False, True)):
+        _, saved = multiplication_launch.forward(found, x.z, x.mask, x.weights, None, 1e-5, keep)
+        take = multiplication_backward.steps(x.weights, ALL)
+        loaded = multiplication_backward.find(shape, take, (keep.x, keep.factors), x.z.device)
+        assert loaded.front_gradients is not None and loaded.front_gradients.splits == kernels.splits
+        assert loaded.front_backward is None and loaded.front_weights is None
+        dz, *grads = multiplication_backward.backward(loaded, x.grad_out, x.z, x.mask, x.weights, saved, 1e-5, ALL)
+        ref, refs = reference.multiplication_backward(x.grad_out, x.z, "incoming", x.mask, x.weights)
+        assert relative_rms(dz, ref) < 1e-12
+        for name, grad, want in zip(Weights._fields, grads, refs, strict=True):
+            assert grad is None if want is None else relative_rms(grad, want) < 1e-6, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_z_for_one_kernel(kernels, name: str) -> None:
+    """Before the end dz holds parts of t: a dz that the kernel cannot write is copied from one that it can."""
+    x = call(9, 128, 64, batch=2)
+    z = LAYOUTS[name](x.z).detach().requires_grad_()
+    plain = step(Inputs(z.detach().contiguous(), None, x.weights, x.grad_out))
+    weights = leaves(x).weights
+    triangle_multiplication(z, "outgoing", None, *weights).backward(x.grad_out)
+    assert ran(kernels) == (FRONT + TOGETHER) * 2
+    assert torch.equal(z.grad, plain["z"])
+    assert all(torch.equal(w.grad, plain[key]) for key, w in weights._asdict().items() if w is not None)
+
+
+def test_without_that_one_kernel_the_two_do(machine) -> None:
+    machine.missing = {routing.FRONT_GRADIENTS}
+    x = leaves(call(9, 128, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        run(x).backward(x.grad_out)
+    assert ran(machine) == FRONT + BACK
+    check_gradients(x)
+
+
 # Only what is needed
 
 
@@ -256,12 +348,13 @@ def test_what_is_saved(kernels) -> None:
     assert saved_by(lambda: run(x, residual=residual)) == []
 
 
-def test_memory(machine, monkeypatch) -> None:
+@pytest.mark.parametrize("channels", [64, 128])
+def test_memory(machine, monkeypatch, channels: int) -> None:
     """dx or dz, dzn and the gradients of both factors: four pair tensors beside what is saved."""
     nothing = lambda family, *rest: routing.Launch(lambda *arguments: None, 132)  # noqa: E731
     monkeypatch.setattr(routing, "find_kernel", nothing)
-    x = call(96, 64, 64)
-    shape, take = TriangleMultiplicationShape(96, 64), multiplication_backward.steps(x.weights, ALL)
+    x = call(96, channels, channels)
+    shape, take = TriangleMultiplicationShape(96, channels), multiplication_backward.steps(x.weights, ALL)
     keep = Keep(True, True, True)
     _, saved = multiplication_launch.forward(
         multiplication_launch.find(shape, x.weights, None, True, x.z.device), x.z, None, x.weights, None, 1e-5, keep
@@ -269,6 +362,7 @@ def test_memory(machine, monkeypatch) -> None:
     pair, small = x.z.numel() * 2, 16 * sum(w.numel() * 4 for w in x.weights if w is not None)
     for kept, pairs in ((saved, 4), (saved._replace(x=None, factors=None), 6)):
         found = multiplication_backward.find(shape, take, (kept.x is not None,) * 2, x.z.device)
+        assert (found.front_gradients is not None) == (channels == 128)
         arguments = (found, x.grad_out, x.z, None, x.weights, kept, 1e-5, ALL)
         peak = peak_of(lambda arguments=arguments: multiplication_backward.backward(*arguments))
         assert pairs * pair <= peak <= pairs * pair + small
@@ -465,11 +559,13 @@ def test_what_a_training_step_is_prepared_for() -> None:
     """Norms of bf16 matrices are bf16 in some models and float32 in others."""
     finish = {}
     for dtype in ("float32", "bfloat16"):
-        found = multiplication_backward.all_variants(TriangleMultiplicationShape(64, weight_dtype=dtype))
+        found = multiplication_backward.all_variants(TriangleMultiplicationShape(64, 64, weight_dtype=dtype))
         assert len(set(found)) == len(found) and [family for family, _ in found[:7]][-1] == multiplication_routing.FINISH
         finish[dtype] = [dict(flags) for family, flags in found if family == multiplication_routing.FINISH]
     narrow, wide = ({"bias": False, "norm_dtype": dtype} for dtype in ("bfloat16", "float32"))
     assert finish == {"float32": [wide], "bfloat16": [narrow, wide]}
+    both = [family.partition("/")[2] for family, _ in multiplication_backward.all_variants(TriangleMultiplicationShape(64))]
+    assert both == ["back_backward", "back_weights", "product_nn", "product_tn", *TOGETHER[4:]]
 
 
 def test_gradients_of_transposed_weights(kernels) -> None:
@@ -585,6 +681,9 @@ def test_templates_decide_which_backward_kernels_take(monkeypatch) -> None:
     assert multiplication_routing.backward_unsupported(shape) is None
     wide = TriangleMultiplicationShape(64, 512)
     assert multiplication_routing.backward_unsupported(wide) == "fold takes up to 256 channels"
+    assert not multiplication_routing.front_gradients_together(shape), "no template of that family"
+    there[routing.FRONT_GRADIENTS] = FakeTemplate(routing.FRONT_GRADIENTS)
+    assert multiplication_routing.front_gradients_together(shape) and not multiplication_routing.front_gradients_together(wide)
 
 
 def test_products_of_the_factors_gradients() -> None:
@@ -593,7 +692,8 @@ def test_products_of_the_factors_gradients() -> None:
         assert [f.rpartition("_")[2] for f in families] == (["nn", "tn"] if direction == "outgoing" else ["nt", "nn"])
 
 
-@pytest.mark.parametrize("family", [routing.FRONT_WEIGHTS, routing.BACK_WEIGHTS, multiplication_routing.FRONT_BACKWARD])
+@pytest.mark.parametrize("family", [routing.FRONT_WEIGHTS, routing.BACK_WEIGHTS, routing.FRONT_GRADIENTS,
+                                    multiplication_routing.FRONT_BACKWARD])  # fmt: skip
 def test_weight_kernels_get_their_splits(monkeypatch, family: str) -> None:
     class Found:
         config, function, template = 5, staticmethod(print), FakeTemplate(family)
@@ -601,12 +701,13 @@ def test_weight_kernels_get_their_splits(monkeypatch, family: str) -> None:
     monkeypatch.setattr(routing.kernels, "get_kernel", lambda *arguments: Found())
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
     launch = routing.find_kernel(family, TriangleMultiplicationShape(64), (), torch.device("cpu"))
-    assert (launch.num_ctas, launch.slabs, launch.splits) == (132, 1, 137 if family.endswith("weights") else 1)
+    assert (launch.num_ctas, launch.slabs, launch.splits) == (132, 1, 1 if family.endswith("backward") else 137)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
-def test_gradients_of_weights_do_not_depend_on_the_splits(kernels, splits: int) -> None:
-    x = call(17)
+@pytest.mark.parametrize("channels", [32, 128])
+def test_gradients_of_weights_do_not_depend_on_the_splits(kernels, channels: int, splits: int) -> None:
+    x = call(17, channels)
     expected = step(x)
     kernels.splits = splits
     for name, grad in step(x).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from tune_fakes import ToyConfig, ToyKernel, ToyShape, ToyTemplate
 
-from tpf_jit.shape import TriangleAttentionShape
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape
 from tpf_jit.tune import check
-from tpf_jit.tune.check import Checker, plan, same_bits
+from tpf_jit.tune.check import Case, Checker, plan, same_bits
 
 SHAPE = TriangleAttentionShape(crop=48, rows=7, heads=2, head_dim=16)
 
@@ -138,6 +139,16 @@ def test_inputs_are_fresh_every_time():
     seeds = {plan(SHAPE)[0].seed for _ in range(5)}
     assert len(seeds) == 5
     assert [case.seed for case in plan(SHAPE, seed=9)] == [9, 10, 11, 12, 13]
+
+
+def test_a_problem_without_rows_is_checked_whole_and_ragged():
+    shape = TriangleMultiplicationShape(384, mask="bool")
+    whole, *ragged = plan(shape, "cuda", seed=1)
+    assert whole == Case(shape, 1)
+    assert [(case.shape, case.family) for case in ragged] == [
+        (dataclasses.replace(shape, crop=check.RAGGED_CROP), family) for family in check.FAMILIES
+    ]
+    assert [case.shape.crop for case in plan(TriangleMultiplicationShape(1))] == [1]
 
 
 def test_large_problems_are_checked_on_fewer_rows_at_their_own_crop():

@@ -13,6 +13,7 @@ from tpf_jit.errors import MeasurementFailed, NoKernel
 from tpf_jit.templates.base import canonical_json, config_to_dict
 from tpf_jit.tune import timing
 from tpf_jit.tune.measure import Job, MeasureSettings, WorkloadMeasurer, steady_rounds
+from tpf_jit.tune.timing import contenders
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +181,20 @@ def test_finalists_take_turns_in_mirrored_order():
     assert {outcome.status for outcome in found.values()} == {"ok"}
     assert all(len(outcome.samples_us) == 6 for outcome in found.values())
     assert [jobs[0].key, jobs[1].key, jobs[2].key, jobs[1].key, jobs[0].key] == timer.sequence
+
+
+def test_a_finalist_far_behind_is_spared_the_later_rounds():
+    settings = MeasureSettings(heat_s=0.0)
+    jobs = [job(ToyConfig(64, 3)), job(ToyConfig(16, 2))]
+    timer = ToyTimer()
+    found = measurer(timer, settings=settings).shootout(jobs)
+    assert [len(found[each.key].samples_us) for each in jobs] == [60, 20]
+    assert found[jobs[1].key].median_us > settings.hopeless * found[jobs[0].key].median_us
+    assert found[jobs[1].key].detail.endswith("shoot-out of 2, 2 of 6 rounds kept")
+    lasting = MeasureSettings(heat_s=0.0, hopeless=100.0)
+    found = measurer(ToyTimer(), settings=lasting).shootout(jobs)
+    assert [len(found[each.key].samples_us) for each in jobs] == [60, 60]
+    assert contenders({"a": [1.0, 3.0], "b": [2.3], "c": [], "d": [2.0, 2.1]}, 1.1) == {"a", "d"}
 
 
 def test_a_finalist_that_fails_does_not_stop_the_others():

@@ -5,6 +5,7 @@
     two products       the gradients of a and b from dx
     front_backward     dz; skipped where z needs none
     front_weights      sums for p_in, g_in and norm_in; skipped where those are frozen
+    front_gradients    these two in one, for some widths, where both are wanted
     finish             gradients of the weights from the sums; in PyTorch for some kinds of weights (`kernel_finishes`)
 
 Without a gradient of z, p_in, g_in or norm_in only back_weights runs. A forward that saved neither the contraction nor the
@@ -74,24 +75,31 @@ class Kernels(NamedTuple):
     right: routing.Launch | None
     front_backward: routing.Launch | None
     front_weights: routing.Launch | None
+    front_gradients: routing.Launch | None
     finish: routing.Launch | None
 
 
-def variants(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool]) -> tuple[tuple[str, Flags, bool], ...]:
+def variants(
+    shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], together: bool = True
+) -> tuple[tuple[str, Flags, bool], ...]:
     """(family, flags, whether it runs) of the fields of `Kernels`.
 
     Args:
         take: the steps.
         saved: whether x and the factors were.
+        together: whether front_gradients may run, where it serves.
     """
     has_x, has_factors = saved
     again = not has_x or take.through and not has_factors
     families = multiplication_routing.backward_families(shape)
-    runs = (take.through, take.back_weights, take.through, take.through, take.z, take.front_weights)
+    together = together and take.z and take.front_weights and multiplication_routing.front_gradients_together(shape)
+    apart = take.z and not together, take.front_weights and not together
+    runs = (take.through, take.back_weights, take.through, take.through, *apart)
     return (
         (multiplication_routing.FRONT, (), again),
         (multiplication_routing.contraction(shape.direction), (), not has_x),
         *((family, (), run) for family, run in zip(families, runs, strict=True)),
+        (routing.FRONT_GRADIENTS, (), together),
         (multiplication_routing.FINISH, take.finish or (), take.finish is not None),
     )
 
@@ -109,8 +117,12 @@ def all_variants(shape: TriangleMultiplicationShape) -> list[tuple[str, Flags]]:
 def find(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], device: torch.device) -> Kernels | str:
     """The kernels for some steps, loaded, or why there is none (but for finish, which PyTorch does as well); arguments as for
     `variants`. Raises as `routing.find_kernel`; nothing has been launched then."""
-    found = []
-    for family, flags, runs in variants(shape, take, saved):
+    wanted, found = variants(shape, take, saved), []
+    if (routing.FRONT_GRADIENTS, (), True) in wanted and isinstance(
+        routing.find_kernel(routing.FRONT_GRADIENTS, shape, (), device), str
+    ):
+        wanted = variants(shape, take, saved, together=False)
+    for family, flags, runs in wanted:
         launch = routing.find_kernel(family, shape, flags, device) if runs else None
         if isinstance(launch, str):
             if family != multiplication_routing.FINISH:
@@ -156,17 +168,19 @@ def backward(
             del back, x, dout  # what was rebuilt or copied makes room
             dfactors = _factor_gradients(found, dx, factors)
             del dx, factors
-            front = (folded.p_in, folded.g_in, folded.in_terms)
-            arguments = (operands.z, saved.z_stats, operands.mask, dfactors, *front)
-            front_sums = _sums(found.front_weights, arguments, z, hidden, layout_backward.front_planes_empty)
-            if found.front_backward is not None:
+            given, front = (operands.z, saved.z_stats, operands.mask, dfactors), (folded.p_in, folded.g_in, folded.in_terms)
+            front_sums = _sums(found.front_weights, (*given, *front), z, hidden, layout_backward.front_planes_empty)
+            if found.front_backward is not None or found.front_gradients is not None:
                 dz = torch.empty_like(z)
                 target = dz if dz.is_contiguous() and layout.complies(dz) else layout_backward.pair_empty(z)
-                arguments = (operands.z, saved.z_stats, operands.mask, dfactors, dzn, *front, target)
-                found.front_backward.function(*arguments, found.front_backward.num_ctas)
+                arguments = (*given, dzn, *front, target)
+                if found.front_backward is not None:
+                    found.front_backward.function(*arguments, found.front_backward.num_ctas)
+                else:
+                    front_sums = _sums(found.front_gradients, arguments, z, hidden, layout_backward.front_planes_empty)
                 if target is not dz:
                     dz.copy_(target)
-        if found.back_weights is not None or found.front_weights is not None:
+        if front_sums[0] is not None or back_sums[0] is not None:
             grads = _weight_gradients(found.finish, weights, (*front_sums, *back_sums), needed[1:])
     return [dz, *grads]
 

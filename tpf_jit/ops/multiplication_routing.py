@@ -41,10 +41,16 @@ def factor_products(direction: str) -> tuple[str, str]:
 
 
 def backward_families(shape: TriangleMultiplicationShape) -> tuple[str, ...]:
-    """The families of the kernels that one backward needs, in the order of their launches. FINISH, which ends it, is not among
-    them: PyTorch does its part as well."""
+    """The families of the kernels that backwards need, in the order of their launches. Not among them are FINISH, which ends one,
+    as PyTorch does its part as well, and what `front_gradients_together` tells of."""
     products = factor_products(shape.direction)
     return BACK_BACKWARD, routing.BACK_WEIGHTS, *products, FRONT_BACKWARD, routing.FRONT_WEIGHTS
+
+
+def front_gradients_together(shape: TriangleMultiplicationShape) -> bool:
+    """Whether one family, `routing.FRONT_GRADIENTS`, does what FRONT_BACKWARD and `routing.FRONT_WEIGHTS` do, where both are
+    wanted: on an H200 at C = D = 128 in 0.85 of their time."""
+    return _refusal(shape, "front gradients", (routing.FRONT_GRADIENTS,)) is None
 
 
 def fold_flags(bias: bool) -> tuple:

@@ -27,6 +27,7 @@ BACKWARD_KEY = "triangle_attention/backward_key"
 BACKWARD_QUERY = "triangle_attention/backward_query"
 FRONT_WEIGHTS = "triangle_multiplication/front_weights"
 BACK_WEIGHTS = "triangle_multiplication/back_weights"
+FRONT_GRADIENTS = "triangle_multiplication/front_gradients"
 
 EMPTY = "the tensors are empty"
 NO_GPU = "there is no GPU here (PyTorch sees no CUDA device)"
@@ -126,7 +127,7 @@ def find_kernel(family: str, shape: TriangleAttentionShape, flags: kernels.Flags
     sms = hardware(device).sms
     if family == BACKWARD_QUERY:
         return Launch(function, sms, slabs=kernel.template.slabs(shape, kernel.config, sms))
-    if family in (FRONT_WEIGHTS, BACK_WEIGHTS):
+    if family in (FRONT_WEIGHTS, BACK_WEIGHTS, FRONT_GRADIENTS):
         return Launch(function, sms, splits=kernel.template.splits(shape, kernel.config, sms))
     return Launch(function, sms)
 

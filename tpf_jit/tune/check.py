@@ -60,18 +60,21 @@ class Verdict:
 
 
 def plan(shape: Any, device_type: str = "cuda", seed: int | None = None, families: Sequence[str] = FAMILIES) -> list[Case]:
-    """The cases for a problem. Shapes without `crop` and `rows` (third-party operations) are checked as they are."""
+    """The cases for a problem. Shapes without `crop` (third-party operations) are checked as they are."""
     base = secrets.randbelow(1 << 31) if seed is None else seed
     names = {item.name for item in dataclasses.fields(shape)} if dataclasses.is_dataclass(shape) else set()
-    if not {"crop", "rows"} <= names:
+    if "crop" not in names:
         return [Case(shape, base + i, family) for i, family in enumerate(families)]
-    per_row = shape.crop * shape.crop * getattr(shape, "heads", 1) * getattr(shape, "batch", 1)
-    rows = max(1, min(shape.rows, SCORES_LIMIT.get(device_type, SCORES_LIMIT["cpu"]) // per_row))
-    cases = [Case(dataclasses.replace(shape, rows=rows), base)]
+    whole, fewer = {}, {}
+    if "rows" in names:
+        per_row = shape.crop * shape.crop * getattr(shape, "heads", 1) * getattr(shape, "batch", 1)
+        whole = {"rows": max(1, min(shape.rows, SCORES_LIMIT.get(device_type, SCORES_LIMIT["cpu"]) // per_row))}
+        fewer = {"rows": min(shape.rows, RAGGED_ROWS)}
+    cases = [Case(dataclasses.replace(shape, **whole), base)]
     crop = min(shape.crop - 1, RAGGED_CROP)
     if crop >= 1:
         crop -= 1 - crop % 2
-        ragged = dataclasses.replace(shape, crop=crop, rows=min(shape.rows, RAGGED_ROWS))
+        ragged = dataclasses.replace(shape, crop=crop, **fewer)
         cases += [Case(ragged, base + 1 + i, family) for i, family in enumerate(families)]
     return cases
 

@@ -6,8 +6,8 @@ W warpgroups of an SM take a tile each, and that round repeats until all tiles a
                   bytes a clock: n by 16 of one operand, and 64 by 16 of the other unless that is in registers
     gates         an exponential and a reciprocal an element, 16 a clock; the arithmetic beside them (about 10 instructions, 128
                   a clock) takes less
-    traffic       what the round reads from L2 (weights that do not stay on the SM; operands of the product kernels and of the
-                  weight gradients), and what it moves to or from memory
+    traffic       what the round reads from L2 (weights that do not stay on the SM; operands of the product kernels, less where
+                  CTAs of a cluster share them, and of the weight gradients), and what it moves to or from memory
     a warpgroup   its own products and gates, one after the other, and its waits: `STEP` for a step (products, then gates),
                   `RING` for a stage of a ring that others fill, over how many are free, `LOAD` for a tile with no second buffer
 
@@ -40,6 +40,8 @@ STATISTICS = 45.0
 """Clocks for a pair's mean and deviation in the first front's one warpgroup for them."""
 SETS = 0.17
 """Share of the shorter of products and gates that a second set of accumulators hides."""
+SHARED = 0.4
+"""Share of what another CTA of a cluster fetches that costs nothing: it is read from L2 once, but goes into both SMs."""
 MORE = 16
 """Columns that carry means and biases through the products."""
 
@@ -175,18 +177,17 @@ def back_rows(template: Any, shape: Any, config: Any) -> Round:
 
 def contraction(template: Any, shape: Any, config: Any) -> Round:
     """The product kernels: operands come from L2, where a channel's stay."""
-    stages = -(-shape.crop // config.tile_k)
-    depth, width = stages * config.tile_k, config.consumer_warpgroups
-    tasks = shape.batch * shape.hidden * -(-shape.crop // config.tile_m) * -(-shape.crop // config.tile_n)
-    rows = config.tile_m * config.rings // width
+    stages, rows = -(-shape.crop // config.tile_k), WARPGROUP * config.consumer_warpgroups
+    depth, columns = stages * config.tile_k, config.tile_n * (1 - SHARED * (1 - 1 / config.cluster))
+    tasks = shape.batch * shape.hidden * -(-shape.crop // (rows * config.cluster)) * -(-shape.crop // config.tile_n)
     return Round(
-        count=math.ceil(tasks / (SMS * config.rings)),
-        warpgroups=width,
-        mma=product(rows, config.tile_n, depth),
+        count=math.ceil(tasks / (SMS // config.cluster)),
+        warpgroups=config.consumer_warpgroups,
+        mma=product(WARPGROUP, config.tile_n, depth),
         gates=0,
         steps=1,
-        l2=2 * depth * (config.tile_m + config.tile_n) * config.rings,
-        memory=2 * rows * config.tile_n,
+        l2=2 * depth * (rows + columns),
+        memory=2 * WARPGROUP * config.tile_n,
         ring=stages / (config.stages - 1),
     )
 
@@ -246,6 +247,23 @@ def weights(template: Any, shape: Any, config: Any) -> Round:
     )
 
 
+def front_gradients(template: Any, shape: Any, config: Any) -> Round:
+    """A launch for the rows that a CTA owns; each reads all pairs again. For t, a warpgroup takes its share of the channels, and
+    the rows of all."""
+    channels, rows = shape.channels, WARPGROUP * config.consumer_warpgroups
+    again = 2 * product(WARPGROUP, WARPGROUP, channels + MORE)
+    sums = 2 * product(WARPGROUP, channels + MORE, WARPGROUP, True)
+    return Round(
+        count=2 * shape.hidden // rows * math.ceil(tiles(shape) / template.splits(shape, config, SMS)),
+        warpgroups=config.consumer_warpgroups,
+        mma=again + sums + product(WARPGROUP, channels / config.consumer_warpgroups, 2 * rows),
+        gates=WARPGROUP * WARPGROUP,
+        steps=3,
+        l2=0,
+        memory=2 * WARPGROUP * (3 * channels + rows) / config.consumer_warpgroups,
+    )
+
+
 def _to_registers(columns: int) -> float:
     """Clocks to read a tile of pairs from shared memory."""
     return 2 * WARPGROUP * columns / SHARED_BYTES
@@ -256,7 +274,7 @@ ROUNDS: dict[str, Callable[[Any, Any, Any], Round]] = {
     for name, count in {
         "front": front, "front_rows": front_rows, "back": back, "back_rows": back_rows, "product_nt": contraction,
         "product_tn": contraction, "product_nn": contraction, "back_backward": back_backward, "back_weights": weights,
-        "front_backward": front_backward, "front_weights": weights,
+        "front_backward": front_backward, "front_weights": weights, "front_gradients": front_gradients,
     }.items()
 }  # fmt: skip
 """Template -> what a round of a configuration is."""

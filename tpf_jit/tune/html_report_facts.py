@@ -151,9 +151,10 @@ def work(shape: Any, direction: str) -> Work | None:
 def _multiplication_work(shape: TriangleMultiplicationShape, direction: str) -> Work | None:
     """z is read by all but the products; front writes two factors, each product reads two and writes one, back reads x and writes
     the result. The backward's kernels get neither values nor gates, so computing them counts: each multiplies twice what its
-    forward does. back_backward reads z, x and dout, and writes dx and the gate's share dzn; front_backward reads z, dzn and the
-    gradients of both factors, and writes dz; those of the weights read the same but dzn, and write little. Statistics and weights
-    are left out. A sigmoid is an exponential."""
+    forward does, and front_gradients, which makes two things of them, three times. back_backward reads z, x and dout, and writes
+    dx and the gate's share dzn; front_backward and front_gradients read z, dzn and the gradients of both factors, and write dz;
+    those of the weights read the same but dzn, and write little. Statistics and weights are left out. A sigmoid is an
+    exponential."""
     pairs, c, d = shape.batch * shape.crop**2, shape.channels, shape.hidden
     masks = pairs * (4 if shape.mask == "float" else 1) * (shape.mask != "none")
     front, back = 8.0 * pairs * c * d, 2.0 * pairs * c * (c + d)
@@ -164,6 +165,7 @@ def _multiplication_work(shape: TriangleMultiplicationShape, direction: str) -> 
         "back_weights": (2 * back, 2 * pairs * (2 * c + d), pairs * c),
         "front_backward": (2 * front, 2 * pairs * (3 * c + 2 * d) + masks, 2 * pairs * d),
         "front_weights": (2 * front, 2 * pairs * (c + 2 * d) + masks, 2 * pairs * d),
+        "front_gradients": (3 * front, 2 * pairs * (3 * c + 2 * d) + masks, 2 * pairs * d),
     }
     if direction.startswith("product_"):
         return Work(2.0 * pairs * shape.crop * d, 6.0 * pairs * d, 0.0)

@@ -116,6 +116,8 @@ class MeasureSettings:
     rounds: int = 6
     """Rounds of the shoot-out; even, so that forward and mirrored order are equally frequent."""
     round_samples: int = 10
+    hopeless: float = 1.1
+    """Finalists that took this many times as long as the best in the first two rounds are spared the others."""
     heat_s: float = 0.3
     """Heating after the device was idle, in seconds; a tenth of it when it was not."""
     long_us: float = 5000.0
@@ -212,8 +214,13 @@ class WorkloadMeasurer:
         rounds: dict[str, list[list[float]]] = {job.key: [] for job in jobs}
         with timing.exclusive(self._lock):
             before = self._clocks()
+            field = list(jobs)
             for number in range(settings.rounds):
-                for job in jobs if number % 2 == 0 else reversed(jobs):
+                if number == 2:  # one forward, one mirrored
+                    sound = {key: sum(taken, []) for key, taken in rounds.items() if outcomes[key].status == "ok"}
+                    hopeful = timing.contenders(sound, settings.hopeless)
+                    field = [job for job in field if job.key in hopeful]
+                for job in field if number % 2 == 0 else reversed(field):
                     if outcomes[job.key].status != "ok":
                         continue
                     self.announce(job.key)
@@ -226,12 +233,14 @@ class WorkloadMeasurer:
                         if outcomes[job.key].fatal:
                             return {job.key: outcomes[job.key]}
             state = self._state(before)
-        steady = steady_rounds([taken for key, taken in rounds.items() if outcomes[key].status == "ok"], settings.slow_round)
+        fair = [rounds[key] for key, outcome in outcomes.items() if outcome.status == "ok"]
+        steady = steady_rounds([taken for taken in fair if len(taken) == settings.rounds], settings.slow_round)
         for key, outcome in outcomes.items():
             if outcome.status == "ok":
-                outcome.samples_us = [value for number in steady for value in rounds[key][number]]
+                kept = [number for number in steady if number < len(rounds[key])] or range(len(rounds[key]))
+                outcome.samples_us = [value for number in kept for value in rounds[key][number]]
                 outcome.state = dict(state)
-                outcome.detail += f"; shoot-out of {len(jobs)}, {len(steady)} of {settings.rounds} rounds kept"
+                outcome.detail += f"; shoot-out of {len(jobs)}, {len(kept)} of {settings.rounds} rounds kept"
         return outcomes
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -201,6 +201,12 @@ def quantile(values: Sequence[float], q: float) -> float:
 def median(values: Sequence[float]) -> float:
     """Median; `values` is not empty."""
     return quantile(values, 0.5)
+
+
+def contenders(samples: Mapping[str, Sequence[float]], hopeless: float) -> set[str]:
+    """Those whose median is within `hopeless` times the best; `samples`: in us."""
+    medians = {key: median(taken) for key, taken in samples.items() if taken}
+    return {key for key, us in medians.items() if us <= hopeless * min(medians.values())}
 
 
 def steady_rounds(rounds: Sequence[Sequence[Sequence[float]]], slow: float) -> list[int]:

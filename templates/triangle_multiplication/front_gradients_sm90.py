@@ -1,0 +1,479 @@
+"""Triangle multiplicative update, front backward and weight gradients in one, for sm_90a: a launch for 128 rows of projections.
+
+    p, s = value and sigmoid of the gate, from z;   dp = keep * d * s,   dg = dp * p * (1 - s)
+    planes[split, r] = (sum of dp[r] * zhat over the split's pairs, sum of dg[r] * zhat);   sums[split, r] = of both
+    t = dzn, or the t of the launch before, + dp p_weight + dg g_weight, over this launch's rows;
+    dz = t, or after the last rows rstd * (t - mean(t) - zhat * mean(t zhat))
+
+Layouts as in layout_backward.py, for C = 128; between launches t is rounded. `first` counts blocks of 128 rows.
+
+front_backward and weights each compute all gates; here they are computed once. Rows are the M of the projections, as in
+weights_sm90.py, so that the gradients are the operand of the sums where they are. For t they go through shared memory: pairs are
+the M of that product, and each warpgroup has half of the channels. z is multiplied as it lies; gradients carry rstd, which t gets
+rid of again by the pair's deviation.
+
+Warp roles: of warpgroup 0, warp 0 issues TMA and warp 1 fetches what belongs to the pairs; the two others multiply.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from tpf_jit.templates.common.fragments import DTYPES, rows_view
+from tpf_jit.templates.common.mma import start_product
+from tpf_jit.templates.common.norm import read_statistics
+from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
+from tpf_jit.templates.common.tma import (
+    checked_storage,
+    consumer_state,
+    one_stage,
+    partition,
+    producer_state,
+    release_after_reads,
+    smem_area,
+    smem_tensor,
+    tile_bytes,
+    tma_ring,
+)
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    MORE,
+    decode,
+    deviation,
+    fill_more,
+    follow,
+    put_more,
+    shares_of_more,
+    sigmoids,
+)
+
+ROWS = 64  # of a warpgroup, and pairs of a tile: the M of wgmma
+WARPGROUPS = 2
+CHANNELS = 128
+HALF = CHANNELS // WARPGROUPS  # channels of t that a warpgroup computes
+READ_COLUMNS = 16  # pairs whose gradients are read at a time
+
+
+class TriangleMultiplicationFrontGradientsSm90:
+    """The kernel of one (variant, config)."""
+
+    def __init__(self, variant: dict, config, registers: tuple[int, int]):
+        self.dtype, self.has_mask = DTYPES[variant["dtype"]], variant["mask"]
+        self.rows, self.stages = 2 * variant["hidden"], config.stages
+        self.launches = self.rows // (ROWS * WARPGROUPS)
+        self.producer_registers, self.consumer_registers = registers
+        self.threads = 128 * (WARPGROUPS + 1)
+
+    # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
+    def _setup(self):
+        """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+        def mma(a_major, b_major, columns, source):
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, a_major, b_major, Float32,
+                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
+            )
+
+        self.project = mma(k_major, k_major, ROWS, shared)
+        self.sum, self.sum_more = (mma(k_major, mn_major, columns, registers) for columns in (CHANNELS, MORE))
+        self.spread = mma(mn_major, mn_major, HALF, shared)
+        self.read = mma(k_major, k_major, READ_COLUMNS, shared)  # of this, only the fragment is used
+        self.w_layout = sm90.make_smem_layout_a(row_major, (ROWS, ROWS, CHANNELS), self.dtype, WARPGROUPS)
+        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
+        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, ROWS, CHANNELS), self.dtype, self.stages)
+        self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, CHANNELS, ROWS), self.dtype, self.stages)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, ROWS), self.stages * WARPGROUPS)
+        self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, HALF), self.stages * WARPGROUPS)
+        self.a_layout = sm90.make_smem_layout_a(col_major, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
+        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, ROWS, MORE), self.dtype, self.stages)
+        self.more_t_layout = sm90.make_smem_layout_b(col_major, (ROWS, MORE, ROWS), self.dtype, self.stages)
+        self.more_w_layout = sm90.make_smem_layout_a(row_major, (ROWS, ROWS, MORE), self.dtype, WARPGROUPS)
+
+    def _storage(self):
+        @cute.struct
+        class Storage:
+            bar: cute.struct.MemRange[Int64, 2 * self.stages]
+            bar_w: cute.struct.MemRange[Int64, 2]
+            bar_pairs: cute.struct.MemRange[Int64, 2 * self.stages]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * self.stages], 128]
+            totals: cute.struct.Align[cute.struct.MemRange[Float32, 8 * 128 * WARPGROUPS], 128]
+            means: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * WARPGROUPS], 128]
+            p: smem_area(self.dtype, self.w_layout)
+            g: smem_area(self.dtype, self.w_layout)
+            z: smem_area(self.dtype, self.z_layout)
+            d: smem_area(self.dtype, self.d_layout)
+            t: smem_area(self.dtype, self.t_layout)
+            a: smem_area(self.dtype, self.a_layout)
+            more: smem_area(self.dtype, self.more_layout)
+            more_p: smem_area(self.dtype, self.more_w_layout)
+            more_g: smem_area(self.dtype, self.more_w_layout)
+
+        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+
+    # ---- host launch --------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        mZ: cute.Tensor, mStats: cute.Tensor, mMask: cute.Tensor | None, mD: cute.Tensor, mDzn: cute.Tensor,
+        mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mDz: cute.Tensor, mPlanes: cute.Tensor, mSums: cute.Tensor,
+        splits: Int32, num_ctas: Int32, stream: cuda.CUstream,
+    ):
+        self._setup()
+        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
+        z, dzn, dz = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mDzn, mDz))
+        d = cute.make_tensor(mD.iterator, cute.make_layout(
+            (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
+        ))
+        half, weights = one_stage(self.t_layout), (ROWS, CHANNELS)
+        loads = (
+            atom(load, z, one_stage(self.z_layout), (ROWS, CHANNELS)), atom(load, d, one_stage(self.d_layout), (ROWS, ROWS)),
+            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+        )
+        stores = atom(store, dz, half, (ROWS, HALF))
+        batch, crop = mZ.shape[0], mZ.shape[1]
+        blocks = cute.ceil_div(crop, ROWS)
+        sizes = (crop, blocks, blocks * crop * batch, splits)
+        for first in cutlass.range_constexpr(self.launches):
+            given = atom(load, dz if const_expr(first > 0) else dzn, half, (ROWS, HALF))
+            self.kernel((*loads, given), stores, (mStats, mMask), mTerms, (mPlanes, mSums), first, sizes).launch(
+                grid=(splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
+            )
+
+    # ---- device: set-up and warp roles --------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(self, loads, stores, per_pair, mTerms, results, first: cutlass.Constexpr, sizes):
+        self._setup()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in (*loads, stores):
+                cpasync.prefetch_descriptor(atom)
+        sm = cutlass.memory.SmemAllocator().allocate(self._storage())
+        follow()
+        sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
+        sPt, sGt = smem_tensor(sm.p, self.wt_layout), smem_tensor(sm.g, self.wt_layout)
+        sZ, sZt, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.z, self.zt_layout), smem_tensor(sm.d, self.d_layout)
+        sT, sA = smem_tensor(sm.t, self.t_layout), smem_tensor(sm.a, self.a_layout)
+        sMore, sMoreT = smem_tensor(sm.more, self.more_layout), smem_tensor(sm.more, self.more_t_layout)
+        sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_w_layout), smem_tensor(sm.more_g, self.more_w_layout)
+        sPairs = sm.pairs.get_tensor(cute.make_layout((2, ROWS, self.stages)))
+        # Of every consumer thread, for values and gates: its share of what the columns MORE sum up. Registers are too few.
+        sTotals = sm.totals.get_tensor(cute.make_layout((4, 128 * WARPGROUPS, 2)))
+        sMeans = sm.means.get_tensor(cute.make_layout((2, ROWS, WARPGROUPS)))
+        fill_more(sMoreP, mTerms, 0, self.threads, first * (ROWS * WARPGROUPS))
+        fill_more(sMoreG, mTerms, 2, self.threads, first * (ROWS * WARPGROUPS))
+        cute.arch.fence_view_async_shared()
+        fetched, warps = sm.bar_pairs.data_ptr(), 4 * WARPGROUPS
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(fetched + i, 32)  # every thread, as racecheck sees no order between lanes
+                    cute.arch.mbarrier_init(fetched + (self.stages + i), 32 * warps)
+        stage_bytes = tile_bytes(self.z_layout, self.dtype)
+        stage_bytes = stage_bytes + WARPGROUPS * (tile_bytes(self.d_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype))
+        pipe_w = tma_ring(sm.bar_w, 1, 2 * WARPGROUPS * tile_bytes(self.w_layout, self.dtype), warps)
+        pipe = tma_ring(sm.bar, self.stages, stage_bytes, warps, last=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(pipe, pipe_w, loads, (sZ, sD, sT, sP, sG), first, sizes)
+            elif warp_idx == 1:
+                self.fetch(fetched, per_pair, sPairs, sMore, sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            tiles = (sP, sG, sPt, sGt, sZ, sZt, sD, sT, sA, sMore, sMoreT, sMoreP, sMoreG, sPairs, sTotals, sMeans)
+            self.differentiate(pipe, pipe_w, fetched, tiles, per_pair[0], stores, results, first, sizes)
+
+    # ---- device: producers --------------------------------------------------------------------------------------
+    @cute.jit
+    def load(self, pipe, pipe_w, loads, smem, first: cutlass.Constexpr, sizes):
+        (tma_z, gZ), (tma_d, gD), (tma_p, gP), (tma_g, gG), (tma_t, gT) = loads
+        sZ, sD, sT, sP, sG = smem
+        crop, blocks, tiles, splits = sizes
+        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, CHANNELS), (None, 0, None, None))
+        tDs, tDg = partition(tma_d, sD, gD, (ROWS, ROWS), (None, None, None, None))
+        tTs, tTg = partition(tma_t, sT, gT, (ROWS, HALF), (None, None, None, None))
+        tPs, tPg = partition(tma_p, sP, gP, (ROWS, CHANNELS), (None, 0))
+        tGs, tGg = partition(tma_g, sG, gG, (ROWS, CHANNELS), (None, 0))
+        w_state, state = producer_state(1), producer_state(self.stages)
+        pipe_w.producer_acquire(w_state)
+        bar = pipe_w.producer_get_barrier(w_state)
+        for w in cutlass.range_constexpr(WARPGROUPS):
+            cute.copy(tma_p, tPg[None, first * WARPGROUPS + w], tPs[None, w], tma_bar_ptr=bar)
+            cute.copy(tma_g, tGg[None, first * WARPGROUPS + w], tGs[None, w], tma_bar_ptr=bar)
+        for tile in cutlass.range(cute.arch.block_idx()[0], tiles, splits, unroll=1):
+            block, i, batch = decode(tile, crop, blocks)
+            pipe.producer_acquire(state)
+            bar = pipe.producer_get_barrier(state)
+            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, state.index], tma_bar_ptr=bar)
+            for w in cutlass.range_constexpr(WARPGROUPS):
+                place = state.index * WARPGROUPS + w
+                cute.copy(tma_d, tDg[None, first * WARPGROUPS + w, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
+                cute.copy(tma_t, tTg[None, block, w, i, batch], tTs[None, place], tma_bar_ptr=bar)
+            state.advance()
+        # No CTA may exit while a consumer can still arrive on its barriers.
+        pipe.producer_tail(state)
+
+    @cute.jit
+    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, sMore: cute.Tensor, sizes):
+        """Of every pair of a tile: the columns MORE, and rstd and, with a mask, its factor; 0 where there is no pair."""
+        mStats, mMask = per_pair
+        crop, blocks, tiles, splits = sizes
+        lane = cute.arch.thread_idx()[0] % 32
+        state = producer_state(self.stages)
+        for tile in cutlass.range(cute.arch.block_idx()[0], tiles, splits, unroll=1):
+            block, i, batch = decode(tile, crop, blocks)
+            found = []  # on their way while the stage is waited for
+            for step in cutlass.range_constexpr(ROWS // 32):
+                k = block * ROWS + lane + 32 * step
+                of_z, factor = read_statistics(mStats, (batch, i, k), crop), Float32(0.0)
+                if const_expr(self.has_mask):
+                    if k < crop:
+                        factor = mMask[batch, i, k]
+                found.append((of_z, factor))
+            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
+            for step in cutlass.range_constexpr(ROWS // 32):
+                of_z, factor = found[step]
+                put_more(sMore[lane + 32 * step, None, state.index], of_z[0], of_z[1])
+                two = cute.make_rmem_tensor(2, Float32)
+                two[0], two[1] = of_z[1], factor
+                cute.autovec_copy(two, sPairs[None, lane + 32 * step, state.index])
+            cute.arch.fence_view_async_shared()
+            cute.arch.mbarrier_arrive(fetched + state.index)
+            state.advance()
+
+    # ---- device: consumers --------------------------------------------------------------------------------------
+    @cute.jit
+    def differentiate(self, pipe, pipe_w, fetched, tiles, mStats, stores, results, first: cutlass.Constexpr, sizes):
+        sP, sG, sPt, sGt, sZ, sZt, sD, sT, sA, sMore, sMoreT, sMoreP, sMoreG, sPairs, sTotals, sMeans = tiles
+        crop, blocks, count, splits = sizes
+        split = cute.arch.block_idx()[0]
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        project, summed, spread, (tma, gOut) = self.project, self.sum, self.spread, stores
+        by = project.get_slice(0)
+        rows = [project.make_fragment_A(by.partition_A(t)) for t in (sP, sG, sMoreP, sMoreG)]
+        tZ, tMore = (project.make_fragment_B(by.partition_B(t)) for t in (sZ, sMore))
+        tZt = summed.make_fragment_B(summed.get_slice(0).partition_B(sZt))
+        tMoreT = self.sum_more.make_fragment_B(self.sum_more.get_slice(0).partition_B(sMoreT))
+        tA = spread.make_fragment_A(spread.get_slice(0).partition_A(sA))
+        across = [spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt)]
+        shape, t_shape = project.partition_shape_C((ROWS, ROWS)), spread.partition_shape_C((ROWS, HALF))
+        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        acc_t = cute.make_rmem_tensor(t_shape, Float32)
+        sums = [cute.make_rmem_tensor(summed.partition_shape_C((ROWS, CHANNELS)), Float32) for _ in range(2)]
+        more = [cute.make_rmem_tensor(self.sum_more.partition_shape_C((ROWS, MORE)), Float32) for _ in range(2)]
+        for acc in sums:
+            acc.fill(0.0)
+        own = 128 * wg + tidx
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for source in cutlass.range_constexpr(2):
+            cute.autovec_copy(nothing, sTotals[None, own, source])
+        operand = cute.make_layout(summed.partition_shape_A((ROWS, ROWS)))
+        pipe_w.consumer_wait(consumer_state(1))
+        state = consumer_state(self.stages)
+        for tile in cutlass.range(split, count, splits, unroll=1):
+            cute.arch.mbarrier_wait(fetched + state.index, state.phase)
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for source in cutlass.range_constexpr(2):
+                project.set(warpgroup.Field.ACCUMULATE, False)
+                of_rows, of_pairs = rows[2 + source][None, None, 0, wg], tMore[None, None, 0, state.index]
+                cute.gemm(project, accs[source], of_rows, of_pairs, accs[source])
+                project.set(warpgroup.Field.ACCUMULATE, True)
+                for step in cutlass.range_constexpr(CHANNELS // 16):
+                    a, b = rows[source][None, None, step, wg], tZ[None, None, step, state.index]
+                    cute.gemm(project, accs[source], a, b, accs[source])
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            frags = [cute.make_rmem_tensor(shape, self.dtype) for _ in range(2)]
+            self.gates(accs, frags, sD[None, None, state.index * WARPGROUPS + wg], sPairs[None, None, state.index], tidx)
+            # Both have read what they wrote of the tile before.
+            both_sync(3)
+            for source in cutlass.range_constexpr(2):
+                target = transposed_view(sA[None, None, source * WARPGROUPS + wg])
+                store_fragment(frags[source], target, project, tidx)
+            cute.arch.fence_view_async_shared()
+            for source in cutlass.range_constexpr(2):
+                a = cute.make_tensor(frags[source].iterator, operand)
+                start_product(summed, sums[source], a, tZt[None, None, None, state.index], True)
+                for step in cutlass.range_constexpr(ROWS // 16):
+                    self.sum_more.set(warpgroup.Field.ACCUMULATE, step > 0)
+                    b = tMoreT[None, None, step, state.index]
+                    cute.gemm(self.sum_more, more[source], a[None, None, step], b, more[source])
+                warpgroup.commit_group()
+            both_sync(4)
+            warpgroup.fence()
+            for source in cutlass.range_constexpr(2):
+                for w in cutlass.range_constexpr(WARPGROUPS):
+                    for step in cutlass.range_constexpr(ROWS // 16):
+                        spread.set(warpgroup.Field.ACCUMULATE, source + w + step > 0)
+                        b = across[source][None, None, step, w * WARPGROUPS + wg]
+                        cute.gemm(spread, acc_t, tA[None, None, step, source * WARPGROUPS + w], b, acc_t)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
+            for source in cutlass.range_constexpr(2):
+                total, share = cute.make_rmem_tensor(4, Float32), shares_of_more(more[source], tidx)
+                cute.autovec_copy(sTotals[None, own, source], total)
+                for n in cutlass.range_constexpr(4):
+                    total[n] = total[n] + share[n]
+                cute.autovec_copy(total, sTotals[None, own, source])
+            block, i, batch = decode(tile, crop, blocks)  # only now: registers are scarce before
+            place = state.index * WARPGROUPS + wg
+            z_half = cute.local_tile(sZ[None, None, state.index], (ROWS, HALF), (0, wg))
+            where = block, i, batch
+            self.finish(acc_t, sT[None, None, place], z_half, mStats, where, sMeans, crop, wg, tidx, first == self.launches - 1)
+            target = cute.local_tile(gOut, (ROWS, HALF), (block, wg, i, batch))
+            store_in_place(tidx, wg, sT, place, tma, target, True)
+            release_after_reads(pipe, state)
+            state.advance()
+        self.store_sums(sums, sTotals[None, own, None], results, first * (ROWS * WARPGROUPS) + wg * ROWS, split, tidx)
+
+    @cute.jit
+    def gates(self, accs, frags, d_tile: cute.Tensor, pairs: cute.Tensor, tidx: Int32):
+        """From values and gates their gradients, each times the pair's rstd."""
+        v, g = rows_view(accs[0]), rows_view(accs[1])
+        shape = self.read.partition_shape_C((ROWS, READ_COLUMNS))
+        for j in cutlass.range_constexpr(ROWS // 8):
+            if const_expr(j % 2 == 0):
+                cute.arch.sync_warp()  # else loads of later columns move up, and registers spill
+                columns = cute.local_tile(d_tile, (ROWS, READ_COLUMNS), (0, j // 2))
+                d = read_tile(columns, self.read, tidx, shape, False)
+            of_pair = cute.make_rmem_tensor((2, 2), Float32)
+            for c in cutlass.range_constexpr(2):
+                cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
+            incoming = [two_columns(d, r, j % 2) for r in range(2)]
+            d_value, d_gate = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
+            for c in cutlass.range_constexpr(2):
+                n, rstd, s = 2 * j + c, of_pair[0, c], cute.make_rmem_tensor(2, Float32)
+                for r in cutlass.range_constexpr(2):
+                    s[r] = g[r, n] * (rstd * -LOG2_E)
+                sigmoids(s)
+                for r in cutlass.range_constexpr(2):
+                    value, grad = v[r, n] * rstd, incoming[r][c]
+                    if const_expr(self.has_mask):
+                        # A select, not a product: what the gradient of a masked pair holds must not matter. That of an absent one
+                        # is finite, and times an rstd of 0.
+                        grad = Float32(0.0) if of_pair[1, c] == 0.0 else grad * of_pair[1, c]
+                    d_value[c, r] = grad * s[r] * rstd
+                    both = d_value[c, r] * value
+                    d_gate[c, r] = both - both * s[r]
+            for frag, four in zip(frags, (d_value, d_gate), strict=True):
+                own = cute.make_tensor(frag.iterator + 4 * j, cute.make_layout(4))
+                own.store(cute.make_tensor(four.iterator, cute.make_layout(4)).load().to(self.dtype))
+
+    @cute.jit
+    def finish(self, acc_t, t_tile: cute.Tensor, z_tile: cute.Tensor, mStats, where, sMeans, crop: Int32, wg, tidx: Int32,
+               last: cutlass.Constexpr):  # fmt: skip
+        """t of this launch's rows to t or dz, written where t came in; half of the channels of 64 pairs."""
+        block, i, batch = where
+        t = rows_view(acc_t)
+        given = read_tile(t_tile, self.spread, tidx, acc_t.shape, False)
+        of_pair, totals = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(2):
+            stats = read_statistics(mStats, (batch, i, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r), crop)
+            of_pair[0, r], of_pair[1, r] = stats[0], stats[1]
+            scale = deviation(stats[1])
+            for j in cutlass.range_constexpr(HALF // 8):
+                two = two_columns(given, r, j)
+                for c in cutlass.range_constexpr(2):
+                    t[r, 2 * j + c] = t[r, 2 * j + c] * scale + two[c]
+        if const_expr(last):
+            z = read_tile(z_tile, self.spread, tidx, acc_t.shape, False)
+            totals.fill(0.0)
+            for r in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(HALF // 8):
+                    two = two_columns(z, r, j)
+                    for c in cutlass.range_constexpr(2):
+                        totals[0, r] += t[r, 2 * j + c]
+                        totals[1, r] += t[r, 2 * j + c] * ((two[c] - of_pair[0, r]) * of_pair[1, r])
+                pair = (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                for n in cutlass.range_constexpr(2):
+                    totals[n, r] = cute.arch.warp_reduction_sum(totals[n, r], threads_in_group=4)
+                    if tidx % 4 == 0:
+                        sMeans[n, pair, wg] = totals[n, r]
+            both_sync(5)
+            for r in cutlass.range_constexpr(2):
+                pair = (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                mean, product = ((sMeans[n, pair, 0] + sMeans[n, pair, 1]) * (1.0 / CHANNELS) for n in range(2))
+                for j in cutlass.range_constexpr(HALF // 8):
+                    two = two_columns(z, r, j)
+                    for c in cutlass.range_constexpr(2):
+                        hat = (two[c] - of_pair[0, r]) * of_pair[1, r]
+                        t[r, 2 * j + c] = (t[r, 2 * j + c] - mean - hat * product) * of_pair[1, r]
+        write_tile(acc_t, t_tile, self.spread, tidx, False)
+
+    @cute.jit
+    def store_sums(self, sums, totals, results, row: Int32, split: Int32, tidx: Int32):
+        """Take the means out of the sums; both to this split's plane."""
+        mPlanes, mSums = results
+        parts = [rows_view(acc) for acc in sums]
+        of_sums = [cute.make_rmem_tensor((2, 2), Float32) for _ in range(2)]
+        for source in cutlass.range_constexpr(2):
+            for n in cutlass.range_constexpr(4):
+                of_sums[source][n] = cute.arch.warp_reduction_sum(totals[n, source], threads_in_group=4)
+        for r in cutlass.range_constexpr(2):
+            own = row + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+            line = mPlanes[split, own, None]
+            for source in cutlass.range_constexpr(2):
+                mean = of_sums[source][0, r]
+                for n in cutlass.range_constexpr(CHANNELS // 8):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    pair[0], pair[1] = parts[source][r, 2 * n] - mean, parts[source][r, 2 * n + 1] - mean
+                    column = source * CHANNELS + 8 * n + 2 * (tidx % 4)
+                    cute.autovec_copy(pair, cute.make_tensor((line.iterator + column).align(8), cute.make_layout(2)))
+            if tidx % 4 == 0:
+                mSums[split, own, 0], mSums[split, own, 1] = of_sums[0][1, r], of_sums[1][1, r]
+
+
+@cute.jit
+def both_sync(number: cutlass.Constexpr):
+    """Barrier of the two consumer warpgroups."""
+    cute.arch.barrier(barrier_id=number, number_of_threads=128 * WARPGROUPS)
+
+
+@cute.jit
+def store_fragment(frag, tile: cute.Tensor, tiled_mma, tidx: Int32):
+    """A 16-bit fragment of an accumulator to a tile with its axes."""
+    tiled = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), frag.element_type), tiled_mma)
+    cute.copy(tiled, tiled.retile(frag), tiled.get_slice(tidx).partition_D(tile))
+
+
+def build(variant: dict, config, registers: tuple[int, int], options: str):
+    """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
+    dtype, hidden = DTYPES[variant["dtype"]], variant["hidden"]
+    batch, crop, padded, splits = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
+
+    def tensor(kind, shape, step: int, align: int = 16):
+        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
+
+    def matrix(kind, columns: int):
+        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
+
+    def planes(width: int):
+        return cute.runtime.make_fake_tensor(
+            Float32, (splits, 2 * hidden, width), (2 * hidden * width, width, 1), assumed_align=16
+        )
+
+    def pairs():
+        return tensor(dtype, (batch, crop, crop, CHANNELS), 8)
+
+    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
+    return cute.compile(
+        TriangleMultiplicationFrontGradientsSm90(variant, config, registers),
+        pairs(), tensor(Float32, (batch, crop, crop, 2), 2, 8), mask, tensor(dtype, (batch, 2, hidden, crop, padded), 8), pairs(),
+        matrix(dtype, CHANNELS), matrix(dtype, CHANNELS), matrix(Float32, 4), pairs(), planes(2 * CHANNELS), planes(2),
+        Int32(1), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )
