@@ -142,6 +142,8 @@ class Template(ABC):
     """Frozen dataclass of launch choices; fields are ints, strs and bools only."""
     options: ClassVar[str] = ""
     """Extra compiler options, part of the cache key."""
+    optional: ClassVar[bool] = False
+    """Whether others do its work where it does not serve, so that a sweep need not say that it does not."""
     backend: ClassVar[str] = "cute"
     """Name of the registered backend that compiles and loads this template."""
 

@@ -308,12 +308,13 @@ def _choose_one(
 
 
 def _of_training(shape: Any) -> list[kernels.Kernel]:
-    """The kernels of a training step in which everything has a gradient; none for operations other than our own, nor where the
-    backward takes the PyTorch path and the forward is that of inference."""
+    """The kernels of training steps, whatever has a gradient; none for operations other than our own, nor where the backward
+    takes the PyTorch path and the forward is that of inference."""
     if isinstance(shape, TriangleMultiplicationShape):
         if multiplication_routing.backward_unsupported(shape) is not None:
             return []
-        wanted = [*multiplication_routing.usual_variants(shape, stats=True), *multiplication_backward.all_variants(shape)]
+        backward = multiplication_backward.all_variants(shape, partial=True)
+        wanted = [*multiplication_routing.usual_variants(shape, stats=True), *backward]
         return [kernels.get_kernel(family, shape, flags) for family, flags in dict.fromkeys(wanted)]
     if not isinstance(shape, TriangleAttentionShape):
         return []

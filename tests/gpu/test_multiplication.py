@@ -37,6 +37,7 @@ SHAPES = [
     dict(crop=128), dict(crop=100, mask="bool"), dict(crop=65, channels=64, direction="incoming", batch=2, mask="bool"),
     dict(crop=33, channels=96, hidden=160), dict(crop=200, channels=256, direction="incoming"), dict(crop=7, channels=32),
     dict(crop=1), dict(crop=130, hidden=256, mask="float"), dict(crop=40, channels=512, hidden=512), dict(crop=769),
+    dict(crop=66, hidden=64, direction="incoming", batch=2, mask="bool"), dict(crop=90, hidden=192),
 ]  # fmt: skip
 shapes = pytest.mark.parametrize("fields", SHAPES, ids=lambda fields: "-".join(map(str, fields.values())))
 

@@ -564,8 +564,11 @@ def test_what_a_training_step_is_prepared_for() -> None:
         finish[dtype] = [dict(flags) for family, flags in found if family == multiplication_routing.FINISH]
     narrow, wide = ({"bias": False, "norm_dtype": dtype} for dtype in ("bfloat16", "float32"))
     assert finish == {"float32": [wide], "bfloat16": [narrow, wide]}
-    both = [family.partition("/")[2] for family, _ in multiplication_backward.all_variants(TriangleMultiplicationShape(64))]
+    shape = TriangleMultiplicationShape(64)
+    both = [family.partition("/")[2] for family, _ in multiplication_backward.all_variants(shape)]
     assert both == ["back_backward", "back_weights", "product_nn", "product_tn", *TOGETHER[4:]]
+    any_step = {family.partition("/")[2] for family, _ in multiplication_backward.all_variants(shape, partial=True)}
+    assert any_step == {*both, "front_backward", "front_weights"}, "steps with frozen weights, or without a gradient of z"
 
 
 def test_gradients_of_transposed_weights(kernels) -> None:

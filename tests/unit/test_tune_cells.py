@@ -13,7 +13,7 @@ from tune_fakes import ToyShape
 
 from tpf_jit.cli.app import run
 from tpf_jit.errors import InvalidInput
-from tpf_jit.shape import TriangleAttentionShape, preset
+from tpf_jit.shape import TriangleAttentionShape, TriangleMultiplicationShape, preset
 from tpf_jit.templates import registry
 from tpf_jit.tune import cells, node
 from tpf_jit.tune.report import Result
@@ -25,6 +25,15 @@ SHAPE = TriangleAttentionShape(crop=384)
 @pytest.fixture
 def toy(monkeypatch):
     many_fakes.private_registry(monkeypatch)
+
+
+def test_what_others_do_the_work_of_is_left_out_silently() -> None:
+    """front_gradients serves 128 channels, and front_backward and front_weights any."""
+    shape = TriangleMultiplicationShape(384, 64)
+    planned = cells.plan(shape)
+    assert planned.refused == () and "front_backward" in {cell.direction for cell in planned.cells}
+    ((key, reason),) = cells.plan(shape, ["front_gradients"]).refused
+    assert key == f"{shape.key()}/front_gradients" and "128 channels" in reason
 
 
 class TestPlan:

@@ -190,7 +190,7 @@ def test_a_finalist_far_behind_is_spared_the_later_rounds():
     found = measurer(timer, settings=settings).shootout(jobs)
     assert [len(found[each.key].samples_us) for each in jobs] == [60, 20]
     assert found[jobs[1].key].median_us > settings.hopeless * found[jobs[0].key].median_us
-    assert found[jobs[1].key].detail.endswith("shoot-out of 2, 2 of 6 rounds kept")
+    assert found[jobs[1].key].detail.endswith("shoot-out of 2, 2 of 2 rounds kept, then left out as far behind")
     lasting = MeasureSettings(heat_s=0.0, hopeless=100.0)
     found = measurer(ToyTimer(), settings=lasting).shootout(jobs)
     assert [len(found[each.key].samples_us) for each in jobs] == [60, 60]

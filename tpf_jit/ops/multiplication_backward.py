@@ -104,25 +104,30 @@ def variants(
     )
 
 
-def all_variants(shape: TriangleMultiplicationShape) -> list[tuple[str, Flags]]:
+def all_variants(shape: TriangleMultiplicationShape, partial: bool = False) -> list[tuple[str, Flags]]:
     """(family, flags) of backwards in which everything has a gradient, nothing is made again and projections have no biases; the
-    norms have the matrices' dtype, or are float32."""
+    norms have the matrices' dtype, or are float32. `partial`: those too that run where some gradients are not wanted."""
     found = {}
-    for norm_dtype in (shape.weight_dtype, "float32"):
-        take = Steps(True, True, True, multiplication_routing.finish_flags(False, norm_dtype))
-        found |= dict.fromkeys((family, flags) for family, flags, runs in variants(shape, take, (True, True)) if runs)
+    for together in (True, False) if partial else (True,):
+        for norm_dtype in (shape.weight_dtype, "float32"):
+            take = Steps(True, True, True, multiplication_routing.finish_flags(False, norm_dtype))
+            wanted = variants(shape, take, (True, True), together)
+            found |= dict.fromkeys((family, flags) for family, flags, runs in wanted if runs)
     return list(found)
 
 
 def find(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], device: torch.device) -> Kernels | str:
     """The kernels for some steps, loaded, or why there is none (but for finish, which PyTorch does as well); arguments as for
     `variants`. Raises as `routing.find_kernel`; nothing has been launched then."""
-    wanted, found = variants(shape, take, saved), []
-    if (routing.FRONT_GRADIENTS, (), True) in wanted and isinstance(
-        routing.find_kernel(routing.FRONT_GRADIENTS, shape, (), device), str
-    ):
-        wanted = variants(shape, take, saved, together=False)
+    wanted, found, both = variants(shape, take, saved), [], None
+    if (routing.FRONT_GRADIENTS, (), True) in wanted:
+        both = routing.find_kernel(routing.FRONT_GRADIENTS, shape, (), device)
+        if isinstance(both, str):  # the two that it stands for will do
+            wanted, both = variants(shape, take, saved, together=False), None
     for family, flags, runs in wanted:
+        if family == routing.FRONT_GRADIENTS:
+            found.append(both)
+            continue
         launch = routing.find_kernel(family, shape, flags, device) if runs else None
         if isinstance(launch, str):
             if family != multiplication_routing.FINISH:

@@ -87,7 +87,7 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
             try:
                 templates = supporting(shape, direction, gpu, chosen)
             except NoKernel as error:
-                if asked is not None or not all(getattr(t, "optional", False) for t in registry.templates(shape.op, direction)):
+                if asked is not None or not all(each.optional for each in registry.templates(shape.op, direction)):
                     refused.append((Cell(shape, direction).key, str(error)))
                 continue
             if sum(len(each.space(shape)) for each in templates) < 2:

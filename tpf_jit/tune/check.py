@@ -2,8 +2,9 @@
 
 A kernel is run on fresh random inputs into outputs filled with NaN, compared with the template's float64 reference under the
 workload's bounds, and run again: every repeat must be bitwise equal. Cases, each its own workload:
-  - the problem itself, with fewer rows where all of them would cost the reference too much;
-  - a ragged one: an odd crop that fits no tile and a handful of rows, unless the configuration was compiled for one crop;
+  - the problem itself, where it has rows with fewer of them if all would cost the reference too much;
+  - a ragged one: an odd crop that fits no tile, and a handful of rows, unless the configuration was compiled for one crop or the
+    operation has no problem of that crop;
   - the ragged one with other families of inputs (outliers, huge logits, a growing maximum), where the workload has them.
 
 References are computed once a sweep and reused for every configuration; seeds are drawn anew for every sweep and kept in the
@@ -24,8 +25,9 @@ from tpf_jit.errors import InvalidInput
 RAGGED_CROP = 203
 """Odd, and no multiple of any tile: 203 = 64 * 3 + 11 = 128 + 75 = 192 + 11."""
 RAGGED_ROWS = 5
-FAMILIES = ("normal", "trained_like", "extreme", "adversarial")
-"""Families of inputs (design: numerics); a template with others names them in an attribute `check_families`."""
+FAMILIES = ("normal", "trained_like", "extreme", "adversarial", "small")
+"""Families of inputs (design: numerics), of which each workload has some; a template with others names them in an attribute
+`check_families`."""
 REPEATS = 2
 """Further runs of the problem itself that must equal the first bit for bit."""
 SCORES_LIMIT = {"cuda": 4 << 30, "cpu": 1 << 22}
@@ -74,7 +76,10 @@ def plan(shape: Any, device_type: str = "cuda", seed: int | None = None, familie
     crop = min(shape.crop - 1, RAGGED_CROP)
     if crop >= 1:
         crop -= 1 - crop % 2
-        ragged = dataclasses.replace(shape, crop=crop, **fewer)
+        try:
+            ragged = dataclasses.replace(shape, crop=crop, **fewer)
+        except ValueError:  # of a third party's shape; InvalidInput is one
+            return [cases[0], *(Case(shape, base + 1 + i, family) for i, family in enumerate(families))]
         cases += [Case(ragged, base + 1 + i, family) for i, family in enumerate(families)]
     return cases
 

@@ -4,8 +4,8 @@ W warpgroups of an SM take a tile each, and that round repeats until all tiles a
 
     products      for 64 rows by n columns and 16 of depth, 4096 FLOP a clock, or the shared memory that is read for them at 128
                   bytes a clock: n by 16 of one operand, and 64 by 16 of the other unless that is in registers
-    gates         an exponential and a reciprocal an element, 16 a clock; the arithmetic beside them (about 10 instructions, 128
-                  a clock) takes less
+    gates         an exponential and a reciprocal an element, 16 a clock, where one reciprocal does not serve two elements or
+                  four; the arithmetic beside them (about 10 instructions, 128 a clock) takes less
     traffic       what the round reads from L2 (weights that do not stay on the SM; operands of the product kernels, less where
                   CTAs of a cluster share them, and of the weight gradients), and what it moves to or from memory
     a warpgroup   its own products and gates, one after the other, and its waits: `STEP` for a step (products, then gates),
@@ -19,7 +19,7 @@ statistics is a further part.
 
 Rounds are whole and so are tiles: what pads a crop and what a last wave leaves empty costs as much as work. What is the same for
 all configurations (launch, fetching weights once) is left out. The constants below are fitted to what was measured on an H200 at
-64, 128 and 256 channels and crops of 256 to 1024, those of the chip (`cost_sm90`) are not; tests check the ranking against
+64 and 128 channels and crops of 256 to 2048, those of the chip (`cost_sm90`) are not; tests check the ranking against
 measurements. The model is for ranking: its absolute times are no prediction.
 """
 
@@ -32,16 +32,16 @@ from typing import Any
 
 from tpf_jit.tune.cost_sm90 import L2_BYTES, MEMORY_BYTES, MMA_FLOP, MUFU, SHARED_BYTES, SMS, WARPGROUP
 
-OVERLAP = 1.5
+OVERLAP = 1.15
 """Degree of the norm that joins the parts of a round."""
-STEP, STORE, RING, LOAD = 50.0, 400.0, 175.0, 1800.0
+STEP, STORE, RING, LOAD = 100.0, 435.0, 500.0, 4000.0
 """Clocks that a warpgroup waits: see above. A load of a tile is one of memory."""
 STATISTICS = 45.0
 """Clocks for a pair's mean and deviation in the first front's one warpgroup for them."""
-SETS = 0.17
-"""Share of the shorter of products and gates that a second set of accumulators hides."""
-SHARED = 0.4
-"""Share of what another CTA of a cluster fetches that costs nothing: it is read from L2 once, but goes into both SMs."""
+READS = 1.1
+"""Clocks of reading shared memory over those at its full rate."""
+SETS, SETS_BACKWARD = 0.12, 0.47
+"""Share of the shorter of products and gates that a second set of accumulators hides; in the backward sums go on beside them."""
 MORE = 16
 """Columns that carry means and biases through the products."""
 
@@ -55,12 +55,14 @@ class Round:
         warpgroups: W.
         mma: clocks of a tile's products.
         gates: elements of a tile that are gated.
+        powers: exponentials and reciprocals for one.
         steps: of a tile.
         l2: bytes that the round reads from L2.
         memory: bytes to and from memory for a tile.
         ring: waits for the next stage of a ring, over the stages that are free.
         unbuffered: whether a tile's data is fetched only when the tile before is done.
         sets: sets of accumulators.
+        hides: what the second hides.
         locked: whether the warpgroups begin together.
         statistics: pairs of a tile whose statistics one warpgroup takes for all.
     """
@@ -77,12 +79,14 @@ class Round:
     sets: int = 1
     locked: bool = False
     statistics: int = 0
+    powers: float = 1.5
+    hides: float = SETS
 
     def clocks(self) -> float:
         """Of all rounds."""
-        width, gates = self.warpgroups, self.gates * 2 / MUFU
+        width, gates = self.warpgroups, self.gates * self.powers / MUFU
         waits = self.steps * (STORE if self.locked else STEP) + self.ring * RING + self.unbuffered * LOAD
-        hidden = (self.sets - 1) * SETS * min(self.mma, gates + self.steps * STEP)
+        hidden = (self.sets - 1) * self.hides * min(self.mma, gates + self.steps * STEP)
         parts = [self.l2 / L2_BYTES, width * self.memory / MEMORY_BYTES, width * self.statistics * STATISTICS]
         if self.locked:
             parts += [width * (self.mma + gates) + waits]
@@ -99,7 +103,7 @@ def clocks(template: Any, shape: Any, config: Any) -> float:
 def product(rows: float, columns: float, depth: float, registers: bool = False) -> float:
     """Clocks of a matrix product of a warpgroup; `registers`: the operand with the rows does not come from shared memory."""
     flop = 2 * WARPGROUP * columns * 16 / MMA_FLOP
-    shared = 2 * 16 * (columns + (0 if registers else WARPGROUP)) / SHARED_BYTES
+    shared = READS * 2 * 16 * (columns + (0 if registers else WARPGROUP)) / SHARED_BYTES
     return rows / WARPGROUP * depth / 16 * max(flop, shared)
 
 
@@ -125,6 +129,7 @@ def front(template: Any, shape: Any, config: Any) -> Round:
         unbuffered=config.z_stages == 1,
         locked=True,
         statistics=config.tile_n,
+        powers=2.0,
     )
 
 
@@ -133,12 +138,13 @@ def front_rows(template: Any, shape: Any, config: Any) -> Round:
     return Round(
         count=math.ceil(tiles(shape) / (SMS * config.consumer_warpgroups)),
         warpgroups=config.consumer_warpgroups,
-        mma=2 * steps * product(WARPGROUP, config.tile_h, channels + MORE, True) + _to_registers(channels),
+        mma=steps * product(WARPGROUP, 2 * config.tile_h, channels + MORE, True) + _to_registers(channels),
         gates=2 * shape.hidden * WARPGROUP,
         steps=steps,
         l2=0,
         memory=2 * WARPGROUP * (channels + 2 * shape.hidden),
         sets=config.sets,
+        powers=1.25,
     )
 
 
@@ -158,6 +164,7 @@ def back(template: Any, shape: Any, config: Any) -> Round:
         ring=streams * stages / (config.weight_stages - 1),
         unbuffered=config.stages == 1,
         locked=True,
+        powers=2.0,
     )
 
 
@@ -172,13 +179,14 @@ def back_rows(template: Any, shape: Any, config: Any) -> Round:
         l2=0,
         memory=2 * WARPGROUP * (depth + shape.channels),
         sets=config.sets,
+        powers=1.25,
     )
 
 
 def contraction(template: Any, shape: Any, config: Any) -> Round:
     """The product kernels: operands come from L2, where a channel's stay."""
     stages, rows = -(-shape.crop // config.tile_k), WARPGROUP * config.consumer_warpgroups
-    depth, columns = stages * config.tile_k, config.tile_n * (1 - SHARED * (1 - 1 / config.cluster))
+    depth, columns = stages * config.tile_k, config.tile_n / config.cluster
     tasks = shape.batch * shape.hidden * -(-shape.crop // (rows * config.cluster)) * -(-shape.crop // config.tile_n)
     return Round(
         count=math.ceil(tasks / (SMS // config.cluster)),
@@ -214,11 +222,11 @@ def front_backward(template: Any, shape: Any, config: Any) -> Round:
     channels, hidden = shape.channels, shape.hidden
     steps = 2 * hidden // config.tile_h
     streams = config.weight_stages < steps
-    again = product(WARPGROUP, config.tile_h, channels + MORE, bool(config.operand_registers))
+    again = product(WARPGROUP, 2 * config.tile_h, channels + MORE, bool(config.operand_registers))
     return Round(
         count=math.ceil(tiles(shape) / (SMS * config.consumer_warpgroups)),
         warpgroups=config.consumer_warpgroups,
-        mma=2 * steps * again + 2 * product(WARPGROUP, channels, 2 * hidden, True),
+        mma=steps * again + 2 * product(WARPGROUP, channels, 2 * hidden, True),
         gates=2 * hidden * WARPGROUP,
         steps=2 * steps,
         l2=streams * 8 * hidden * channels,
@@ -227,6 +235,7 @@ def front_backward(template: Any, shape: Any, config: Any) -> Round:
         ring=streams * steps / max(1, config.weight_stages - 2 * config.sets + 1),
         unbuffered=config.pair_stages == 1,
         sets=config.sets,
+        hides=SETS_BACKWARD,
     )
 
 
@@ -244,6 +253,7 @@ def weights(template: Any, shape: Any, config: Any) -> Round:
         l2=2 * pairs * (read + WARPGROUP * config.consumer_warpgroups),
         memory=0,
         sets=config.tiles,
+        hides=SETS_BACKWARD,
     )
 
 

@@ -240,7 +240,8 @@ class WorkloadMeasurer:
                 kept = [number for number in steady if number < len(rounds[key])] or range(len(rounds[key]))
                 outcome.samples_us = [value for number in kept for value in rounds[key][number]]
                 outcome.state = dict(state)
-                outcome.detail += f"; shoot-out of {len(jobs)}, {len(kept)} of {settings.rounds} rounds kept"
+                left = "" if len(rounds[key]) == settings.rounds else ", then left out as far behind"
+                outcome.detail += f"; shoot-out of {len(jobs)}, {len(kept)} of {len(rounds[key])} rounds kept{left}"
         return outcomes
 
     def close(self) -> None:
