@@ -37,8 +37,8 @@ START_S = 600.0
 """Longest wait for a first or another GPU while nothing runs."""
 LOST = "lost"
 """State of a cell whose actor cannot measure any more."""
-CLOSE_S = 20.0
-"""Longest wait for the nodes to remove what a run has left there."""
+CLOSE_S = 60.0
+"""Longest wait for the nodes to remove what a run has left there; on busy cores compile workers outlive a killed actor."""
 FOLLOWING = 8
 """Cells an actor is told of ahead, so that its workers compile for them."""
 
