@@ -199,7 +199,8 @@ def warmup(problem: Any, residual: bool = False, workers: int | None = None, tra
     device = _current_device()
     here = routing.hardware(device)
     if here.arch is None:
-        routing.warn_once(here.reason)
+        for op in dict.fromkeys(shape.op for shape in shapes):
+            routing.warn_once(here.reason, op)
         return []
     chosen = [kernel for shape in shapes for kernel in _choose(shape, here.arch, None, None, residual)]
     if training:

@@ -98,7 +98,7 @@ def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = N
             found = [kernels.get_kernel(family, shape, flags) for family, flags in variants]
         except (NoKernel, ShapeUnsupported) as error:
             return f"PyTorch: {error}"
-        names = ", ".join(dict.fromkeys(f"{kernel.spec.template} ({kernel.config_from})" for kernel in found))
+        names = ", ".join(dict.fromkeys(f"{kernel.spec.template} ({_chosen(kernel)})" for kernel in found))
         return names if here else f"{names} (what a device of {arch} would run)"
 
     if isinstance(shape, TriangleAttentionShape):
@@ -109,6 +109,12 @@ def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = N
     reason = in_pytorch or multiplication_routing.backward_unsupported(shape)
     backward = named(multiplication_backward.all_variants(shape)) if reason is None else f"PyTorch: {reason}"
     return Passes(named(multiplication_routing.usual_variants(shape)[:-1]), None, backward)  # the last has a residual
+
+
+def _chosen(kernel: kernels.Kernel) -> str:
+    """Where a configuration comes from, as `config_from`; or that there is but one."""
+    single = kernel.config_from == "default" and len(kernel.template.space(kernel.shape)) == 1
+    return "the only one" if single else kernel.config_from
 
 
 def explain_kernel(kernel: kernels.Kernel, path: str, reason: str, passes: Passes | None = None) -> Explanation:

@@ -834,8 +834,8 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
     assert (found.path, found.shape) == ("kernel", key) and "product_nt" in found.template
     names = ("fold", "front_rows", "product_nt", "back")
-    sources = [part.rpartition(" ")[2] for part in found.forward.split(", ")]
-    assert set(sources) <= {"(tuned)", "(nearest)", "(sibling)", "(default)"}
+    sources = [part.partition(" ")[2] for part in found.forward.split(", ")]
+    assert sources[0] == "(the only one)" and set(sources[1:]) <= {"(tuned)", "(nearest)", "(sibling)", "(default)"}
     pairs = list(zip(names, sources, strict=True))
     assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90 {source}" for name, source in pairs)
     assert f"  forward    {', '.join(f'{name}_sm90 {source}' for name, source in pairs)}\n" in str(found)

@@ -60,7 +60,7 @@ def search(
     )  # fmt: skip
     planned = cells.plan(shapes, direction or None)
     if not planned.cells:
-        raise NoKernel("; ".join(reason for _, reason in planned.refused) or "there is nothing to choose")
+        raise NoKernel("; ".join(dict.fromkeys(reason for _, reason in planned.refused)) or "there is nothing to choose")
     record = bench_search(planned.cells, settings, device, command_line(), None if json else say)
     finish(record, out, json, _table)
     if record["absent_cells"]:

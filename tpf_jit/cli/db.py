@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,7 +118,8 @@ def _contents(db: Path | None, shipped: bool) -> list[tuple[str, list[TrialRow]]
 def _trial(layer: str, trial: TrialRow) -> tuple[Any, ...]:
     worst = max(trial.errors.values(), default=None)
     times = (trial.median_us, trial.p10_us, trial.p90_us)
-    return (trial.cell, trial.status, *times, cell(trial.config), worst, trial.grade, trial.date[:10], layer, trial.detail[:60])
+    detail = shorten(trial.detail, 120, placeholder=" ...")
+    return (trial.cell, trial.status, *times, cell(trial.config), worst, trial.grade, trial.date[:10], layer, detail)
 
 
 @app.command()
@@ -128,7 +130,7 @@ def export(file: File, db: Database = None) -> None:
 
     content = contents.sound(_existing(db))
     count = write_lines(db_trust.existing_folder(file), content)
-    say(f"written: {file}, {count} trials")
+    say(f"written: {file}, {count} trials" + ("" if count else "; this database has none, and the tables that ship stay out"))
 
 
 @app.command("import")

@@ -92,7 +92,7 @@ def plan(problem: Any, directions: Iterable[str] | None = None, template: Any = 
                 continue
             if sum(len(each.space(shape)) for each in templates) < 2:
                 if asked is not None:
-                    refused.append((Cell(shape, direction).key, "there is one configuration only, so nothing to choose"))
+                    refused.append((Cell(shape, direction).key, f"{direction} has one configuration only, so nothing to choose"))
                 continue
             cell = Cell(templates[0].measured_as(shape), direction)
             if cell in planned:
