@@ -126,7 +126,7 @@ def test_no_figures_outside_the_generated_tables() -> None:
         text = path.read_text(encoding="utf-8")
         if path == README:
             text = text.replace(cli_records.marked(text), "")
-        if path.name not in ("kernel-forward.md", "kernel-backward.md"):
+        if not path.name.startswith("kernel-"):  # these date their measurements, of designs that are no longer there too
             found = re.findall(r"\b\d+(?:\.\d+)? ?(?:ms|us|µs|TFLOP\S*|GB/s)\b|\b\d+(?:\.\d+)?x (?:faster|slower)\b", text)
             assert not found, f"{path.name}: {found}"
 
