@@ -19,6 +19,10 @@ MODEL = device_model(H200)
 CONFIGS = ToyTemplate().configs
 
 
+def first_neighbour(shape, direction: str, device: str, rows) -> order.Neighbour | None:
+    return next(iter(order.around(shape, direction, device, rows)), None)
+
+
 def trial(config, us, shape=None, device=H200, status="ok"):
     cell = f"{(shape or ToyShape()).key()}/forward"
     return TrialRow(
@@ -54,7 +58,7 @@ def test_a_template_s_cost_model_decides():
 def test_the_nearest_cell_lends_its_ranking():
     far = [trial(config, 10.0 + i, ToyShape(1024)) for i, config in enumerate(CONFIGS)]
     near = [trial(config, 10.0 - i / 10, ToyShape(96)) for i, config in enumerate(CONFIGS)]
-    found = order.nearest(ToyShape(64), "forward", MODEL, far + near)
+    found = first_neighbour(ToyShape(64), "forward", MODEL, far + near)
     assert found.cell == "toy/N96/I8/forward"
     assert found.ranking == tuple(order.config_json(config) for config in reversed(CONFIGS))
     assert order.plan(CONFIGS, list(CONFIGS), found) == list(reversed(CONFIGS))
@@ -68,7 +72,7 @@ def test_rankings_of_near_cells_take_turns_and_the_nearest_begins():
     given = [row for crop, numbers in crops.items() for row in rows(crop, *numbers)] + rows(4096, 15)
     found = order.around(ToyShape(64), "forward", MODEL, given)
     assert [each.cell for each in found] == [f"toy/N{crop}/I8/forward" for crop in (80, 96, 128, 144)]
-    assert found[0] == order.nearest(ToyShape(64), "forward", MODEL, given)
+    assert found[0] == first_neighbour(ToyShape(64), "forward", MODEL, given)
     planned = order.plan(CONFIGS, list(CONFIGS), *found)
     assert planned[:9] == [CONFIGS[number] for number in (3, 5, 11, 2, 7, 4, 1, 9, 0)]
     assert sorted(planned, key=str) == sorted(CONFIGS, key=str)
@@ -76,7 +80,7 @@ def test_rankings_of_near_cells_take_turns_and_the_nearest_begins():
 
 def test_what_the_neighbour_does_not_know_follows_and_what_is_illegal_here_is_left_out():
     known = [CONFIGS[5], ToyConfig(256, 9), CONFIGS[3]]
-    found = order.nearest(ToyShape(64), "forward", MODEL, [trial(config, i + 1.0) for i, config in enumerate(known)])
+    found = first_neighbour(ToyShape(64), "forward", MODEL, [trial(config, i + 1.0) for i, config in enumerate(known)])
     planned = order.plan(CONFIGS, list(CONFIGS), found)
     assert planned[:2] == [CONFIGS[5], CONFIGS[3]]
     assert sorted(planned, key=str) == sorted(CONFIGS, key=str)
@@ -84,13 +88,13 @@ def test_what_the_neighbour_does_not_know_follows_and_what_is_illegal_here_is_le
 
 def test_stopped_candidates_rank_behind_finished_ones_and_failures_do_not_rank():
     rows = [trial(CONFIGS[0], 5.0, status="slow"), trial(CONFIGS[1], 9.0), trial(CONFIGS[2], 1.0, status="wrong")]
-    found = order.nearest(ToyShape(64), "forward", MODEL, rows)
+    found = first_neighbour(ToyShape(64), "forward", MODEL, rows)
     assert found.ranking == (order.config_json(CONFIGS[1]), order.config_json(CONFIGS[0]))
 
 
 def test_a_far_neighbour_is_mixed_with_the_analytic_order():
     rows = [trial(config, 10.0 - i / 10, ToyShape(4096)) for i, config in enumerate(CONFIGS)]
-    found = order.nearest(ToyShape(64), "forward", MODEL, rows)
+    found = first_neighbour(ToyShape(64), "forward", MODEL, rows)
     assert found.distance >= order.FAR
     planned = order.plan(CONFIGS, list(CONFIGS), found)
     assert planned[:4] == [CONFIGS[-1], CONFIGS[0], CONFIGS[-2], CONFIGS[1]]
@@ -100,8 +104,8 @@ def test_a_far_neighbour_is_mixed_with_the_analytic_order():
 def test_a_thin_neighbour_yields_to_a_full_one():
     thin = [trial(CONFIGS[0], 1.0, ToyShape(72))]
     full = [trial(config, 10.0, ToyShape(96)) for config in CONFIGS]
-    assert order.nearest(ToyShape(64), "forward", MODEL, thin + full).cell == "toy/N96/I8/forward"
-    assert order.nearest(ToyShape(64), "forward", MODEL, thin).cell == "toy/N72/I8/forward"
+    assert first_neighbour(ToyShape(64), "forward", MODEL, thin + full).cell == "toy/N96/I8/forward"
+    assert first_neighbour(ToyShape(64), "forward", MODEL, thin).cell == "toy/N72/I8/forward"
 
 
 def test_siblings_before_strangers():
@@ -114,7 +118,7 @@ def test_siblings_before_strangers():
         return [trial(config, 10.0, shape, device) for config in CONFIGS]
 
     def nearest(*groups):
-        return order.nearest(shape, "forward", device_model(h200), [row for group in groups for row in group])
+        return first_neighbour(shape, "forward", device_model(h200), [row for group in groups for row in group])
 
     assert nearest(rows(h100, shape), rows(stranger, shape)).device == device_model(h100)
     assert nearest(rows(h100, shape)).distance < order.FAR <= nearest(rows(stranger, shape)).distance
@@ -127,7 +131,7 @@ def test_siblings_before_strangers():
 def test_other_directions_and_unreadable_cells_lend_nothing():
     row = dataclasses.replace(trial(CONFIGS[0], 1.0), cell="toy/N64/I8/backward")
     alien = dataclasses.replace(trial(CONFIGS[0], 1.0), cell="other/thing/forward")
-    assert order.nearest(ToyShape(64), "forward", MODEL, [row, alien]) is None
+    assert first_neighbour(ToyShape(64), "forward", MODEL, [row, alien]) is None
 
 
 def test_enumeration_gives_each_configuration_once():

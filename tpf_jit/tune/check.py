@@ -79,7 +79,7 @@ def plan(shape: Any, device_type: str = "cuda", seed: int | None = None, familie
         try:
             ragged = dataclasses.replace(shape, crop=crop, **fewer)
         except ValueError:  # of a third party's shape; InvalidInput is one
-            return [cases[0], *(Case(shape, base + 1 + i, family) for i, family in enumerate(families))]
+            ragged = shape
         cases += [Case(ragged, base + 1 + i, family) for i, family in enumerate(families)]
     return cases
 

@@ -127,11 +127,6 @@ def shape_distance(a: Any, b: Any) -> float:
     return total
 
 
-def nearest(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> Neighbour | None:
-    """The nearest of the tuned cells that `around` finds; None without one."""
-    return next(iter(around(shape, direction, device, rows)), None)
-
-
 def around(shape: Any, direction: str, device: str, rows: Iterable[Any]) -> list[Neighbour]:
     """The nearest tuned cells among trial rows of one template, nearest first, on this device model before others.
 
