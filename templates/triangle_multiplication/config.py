@@ -331,6 +331,12 @@ class _Product(_MultiplicationTemplate):
     def registers(self, config: ProductConfig) -> tuple[int, int]:
         return register_split(config)
 
+    def indivisible(self, shape: Any, config: ProductConfig) -> str | None:
+        if config.cluster > 1 and (config.tile_k > 64 or config.tile_n // config.cluster % 64):
+            # A CTA's share of the stage must be a whole part of it, as shared memory is swizzled.
+            return f"tile_n={config.tile_n} by tile_k={config.tile_k} is not cut into shares for {config.cluster} CTAs"
+        return None
+
     def registers_needed(self, shape: Any, config: ProductConfig) -> int:
         """Sums (tile_n/2), and 40 for the rest."""
         return config.tile_n // 2 + 40
@@ -349,9 +355,10 @@ class _Product(_MultiplicationTemplate):
             for stages in (6, 5, 4, 3, 2):
                 config = ProductConfig(tile_n, warpgroups, tile_k, stages)
                 if self.check(shape, config) is None:
-                    # A cluster needs two blocks of rows, and halves of 128 columns or 64.
-                    pair = tile_k == 64 and tile_n != 192 and shape.crop > 64 * warpgroups
-                    found += [config, replace(config, cluster=2)] if pair else [config]
+                    pair = replace(config, cluster=2)
+                    # Of two blocks of rows a cluster has work for both CTAs.
+                    useful = shape.crop > 64 * warpgroups and self.check(shape, pair) is None
+                    found += [config, pair] if useful else [config]
                     break
         return found
 

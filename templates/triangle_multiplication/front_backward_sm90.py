@@ -264,7 +264,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         )
         # (mean, rstd, factor) of this thread's two pairs, fetched a tile ahead.
         of_pair, ahead_pair = (cute.make_rmem_tensor((3, 2), Float32) for _ in range(2))
-        tile, apart = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
+        tile, step = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
         self.fetch(ahead_pair, per_pair, tile, sizes, tidx)
         for _ in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
@@ -313,13 +313,13 @@ class TriangleMultiplicationFrontBackwardSm90:
                     for _ in cutlass.range_constexpr(min(self.sets, self.unrolled)):
                         pipe_w.consumer_release(done)
                         done.advance()
-            self.fetch(ahead_pair, per_pair, tile + apart, sizes, tidx)
+            self.fetch(ahead_pair, per_pair, tile + step, sizes, tidx)
             self.finish(acc_t, sZ[None, None, place], sT[None, None, place], of_pair, tidx)
             target = cute.local_tile(gDz, (ROWS, self.channels), (block, 0, i, batch))
             store_in_place(tidx, wg, sT, place, tma, target, tile < tiles)
             release_stage(ring, place)
             state.advance()
-            tile += apart
+            tile += step
 
     @cute.jit
     def fetch(self, found, per_pair, tile: Int32, sizes, tidx: Int32):

@@ -25,7 +25,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import read_statistics
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
@@ -39,23 +38,26 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.config_gradients import CHANNELS, LAUNCH_ROWS
+from tpf_jit.templates.triangle_multiplication.gradients_sm90 import (
+    READ_COLUMNS,
+    ROWS,
+    differentiate_rows,
+    fetch_pairs,
+    store_rows,
+)
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
-    LOG2_E,
     MORE,
     decode,
     deviation,
     fill_more,
     follow,
-    put_more,
+    pair_of_thread,
     shares_of_more,
-    sigmoids,
 )
 
-ROWS = 64  # of a warpgroup, and pairs of a tile: the M of wgmma
-WARPGROUPS = 2
-CHANNELS = 128
-HALF = CHANNELS // WARPGROUPS  # channels of t that a warpgroup computes
-READ_COLUMNS = 16  # pairs whose gradients are read at a time
+WARPGROUPS = LAUNCH_ROWS // ROWS
+HALF = CHANNELS // WARPGROUPS  # channels of t that a warpgroup computes; pairs of a tile are ROWS, too
 
 
 class TriangleMultiplicationFrontGradientsSm90:
@@ -64,7 +66,7 @@ class TriangleMultiplicationFrontGradientsSm90:
     def __init__(self, variant: dict, config, registers: tuple[int, int]):
         self.dtype, self.has_mask = DTYPES[variant["dtype"]], variant["mask"]
         self.rows, self.stages = 2 * variant["hidden"], config.stages
-        self.launches = self.rows // (ROWS * WARPGROUPS)
+        self.launches = self.rows // LAUNCH_ROWS
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (WARPGROUPS + 1)
 
@@ -102,7 +104,7 @@ class TriangleMultiplicationFrontGradientsSm90:
             bar: cute.struct.MemRange[Int64, 2 * self.stages]
             bar_w: cute.struct.MemRange[Int64, 2]
             bar_pairs: cute.struct.MemRange[Int64, 2 * self.stages]
-            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * self.stages], 128]
+            pairs: cute.struct.Align[cute.struct.MemRange[Float32, 4 * ROWS * self.stages], 128]
             totals: cute.struct.Align[cute.struct.MemRange[Float32, 8 * 128 * WARPGROUPS], 128]
             means: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * WARPGROUPS], 128]
             p: smem_area(self.dtype, self.w_layout)
@@ -143,7 +145,7 @@ class TriangleMultiplicationFrontGradientsSm90:
         sizes = (crop, blocks, blocks * crop * batch, splits)
         for first in cutlass.range_constexpr(self.launches):
             given = atom(load, dz if const_expr(first > 0) else dzn, half, (ROWS, HALF))
-            self.kernel((*loads, given), stores, (mStats, mMask), mTerms, (mPlanes, mSums), first, sizes).launch(
+            self.kernel((*loads, given), stores, (mStats, None, mMask), mTerms, (mPlanes, mSums), first, sizes).launch(
                 grid=(splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
             )
 
@@ -163,12 +165,12 @@ class TriangleMultiplicationFrontGradientsSm90:
         sT, sA = smem_tensor(sm.t, self.t_layout), smem_tensor(sm.a, self.a_layout)
         sMore, sMoreT = smem_tensor(sm.more, self.more_layout), smem_tensor(sm.more, self.more_t_layout)
         sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_w_layout), smem_tensor(sm.more_g, self.more_w_layout)
-        sPairs = sm.pairs.get_tensor(cute.make_layout((2, ROWS, self.stages)))
+        sPairs = sm.pairs.get_tensor(cute.make_layout((4, ROWS, self.stages)))
         # Of every consumer thread, for values and gates: its share of what the columns MORE sum up. Registers are too few.
         sTotals = sm.totals.get_tensor(cute.make_layout((4, 128 * WARPGROUPS, 2)))
         sMeans = sm.means.get_tensor(cute.make_layout((2, ROWS, WARPGROUPS)))
-        fill_more(sMoreP, mTerms, 0, self.threads, first * (ROWS * WARPGROUPS))
-        fill_more(sMoreG, mTerms, 2, self.threads, first * (ROWS * WARPGROUPS))
+        fill_more(sMoreP, mTerms, 0, self.threads, first * LAUNCH_ROWS)
+        fill_more(sMoreG, mTerms, 2, self.threads, first * LAUNCH_ROWS)
         cute.arch.fence_view_async_shared()
         fetched, warps = sm.bar_pairs.data_ptr(), 4 * WARPGROUPS
         if warp_idx == 0:
@@ -187,11 +189,11 @@ class TriangleMultiplicationFrontGradientsSm90:
             if warp_idx == 0:
                 self.load(pipe, pipe_w, loads, (sZ, sD, sT, sP, sG), first, sizes)
             elif warp_idx == 1:
-                self.fetch(fetched, per_pair, sPairs, sMore, sizes)
+                fetch_pairs(fetched, per_pair, sPairs, sMore, cute.arch.block_idx()[0], sizes, ROWS)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             tiles = (sP, sG, sPt, sGt, sZ, sZt, sD, sT, sA, sMore, sMoreT, sMoreP, sMoreG, sPairs, sTotals, sMeans)
-            self.differentiate(pipe, pipe_w, fetched, tiles, per_pair[0], stores, results, first, sizes)
+            self.differentiate(pipe, pipe_w, fetched, tiles, stores, results, first, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
@@ -223,37 +225,9 @@ class TriangleMultiplicationFrontGradientsSm90:
         # No CTA may exit while a consumer can still arrive on its barriers.
         pipe.producer_tail(state)
 
-    @cute.jit
-    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, sMore: cute.Tensor, sizes):
-        """Of every pair of a tile: the columns MORE, and rstd and, with a mask, its factor; 0 where there is no pair."""
-        mStats, mMask = per_pair
-        crop, blocks, tiles, splits = sizes
-        lane = cute.arch.thread_idx()[0] % 32
-        state = producer_state(self.stages)
-        for tile in cutlass.range(cute.arch.block_idx()[0], tiles, splits, unroll=1):
-            block, i, batch = decode(tile, crop, blocks)
-            found = []  # on their way while the stage is waited for
-            for step in cutlass.range_constexpr(ROWS // 32):
-                k = block * ROWS + lane + 32 * step
-                of_z, factor = read_statistics(mStats, (batch, i, k), crop), Float32(0.0)
-                if const_expr(self.has_mask):
-                    if k < crop:
-                        factor = mMask[batch, i, k]
-                found.append((of_z, factor))
-            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
-            for step in cutlass.range_constexpr(ROWS // 32):
-                of_z, factor = found[step]
-                put_more(sMore[lane + 32 * step, None, state.index], of_z[0], of_z[1])
-                two = cute.make_rmem_tensor(2, Float32)
-                two[0], two[1] = of_z[1], factor
-                cute.autovec_copy(two, sPairs[None, lane + 32 * step, state.index])
-            cute.arch.fence_view_async_shared()
-            cute.arch.mbarrier_arrive(fetched + state.index)
-            state.advance()
-
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
-    def differentiate(self, pipe, pipe_w, fetched, tiles, mStats, stores, results, first: cutlass.Constexpr, sizes):
+    def differentiate(self, pipe, pipe_w, fetched, tiles, stores, results, first: cutlass.Constexpr, sizes):
         sP, sG, sPt, sGt, sZ, sZt, sD, sT, sA, sMore, sMoreT, sMoreP, sMoreG, sPairs, sTotals, sMeans = tiles
         crop, blocks, count, splits = sizes
         split = cute.arch.block_idx()[0]
@@ -297,7 +271,8 @@ class TriangleMultiplicationFrontGradientsSm90:
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             frags = [cute.make_rmem_tensor(shape, self.dtype) for _ in range(2)]
-            self.gates(accs, frags, sD[None, None, state.index * WARPGROUPS + wg], sPairs[None, None, state.index], tidx)
+            incoming, pairs = sD[None, None, state.index * WARPGROUPS + wg], sPairs[None, None, state.index]
+            differentiate_rows(accs, frags, incoming, pairs, self.read, tidx, False, self.has_mask)
             # Both have read what they wrote of the tile before.
             both_sync(3)
             for source in cutlass.range_constexpr(2):
@@ -322,6 +297,11 @@ class TriangleMultiplicationFrontGradientsSm90:
                         cute.gemm(spread, acc_t, tA[None, None, step, source * WARPGROUPS + w], b, acc_t)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
+            # (mean, rstd) of this thread's two pairs: only now, as registers are scarce before.
+            of_pair = cute.make_rmem_tensor((2, 2), Float32)
+            for r in cutlass.range_constexpr(2):
+                line = pairs[None, pair_of_thread(r, tidx)]
+                of_pair[0, r], of_pair[1, r] = line[2], line[0]
             cute.arch.mbarrier_arrive(fetched + (self.stages + state.index))
             for source in cutlass.range_constexpr(2):
                 total, share = cute.make_rmem_tensor(4, Float32), shares_of_more(more[source], tidx)
@@ -329,62 +309,24 @@ class TriangleMultiplicationFrontGradientsSm90:
                 for n in cutlass.range_constexpr(4):
                     total[n] = total[n] + share[n]
                 cute.autovec_copy(total, sTotals[None, own, source])
-            block, i, batch = decode(tile, crop, blocks)  # only now: registers are scarce before
+            block, i, batch = decode(tile, crop, blocks)
             place = state.index * WARPGROUPS + wg
             z_half = cute.local_tile(sZ[None, None, state.index], (ROWS, HALF), (0, wg))
-            where = block, i, batch
-            self.finish(acc_t, sT[None, None, place], z_half, mStats, where, sMeans, crop, wg, tidx, first == self.launches - 1)
+            self.finish(acc_t, sT[None, None, place], z_half, of_pair, sMeans, wg, tidx, first == self.launches - 1)
             target = cute.local_tile(gOut, (ROWS, HALF), (block, wg, i, batch))
             store_in_place(tidx, wg, sT, place, tma, target, True)
             release_after_reads(pipe, state)
             state.advance()
-        self.store_sums(sums, sTotals[None, own, None], results, first * (ROWS * WARPGROUPS) + wg * ROWS, split, tidx)
+        self.store_sums(sums, sTotals[None, own, None], results, first * LAUNCH_ROWS + wg * ROWS, split, tidx)
 
     @cute.jit
-    def gates(self, accs, frags, d_tile: cute.Tensor, pairs: cute.Tensor, tidx: Int32):
-        """From values and gates their gradients, each times the pair's rstd."""
-        v, g = rows_view(accs[0]), rows_view(accs[1])
-        shape = self.read.partition_shape_C((ROWS, READ_COLUMNS))
-        for j in cutlass.range_constexpr(ROWS // 8):
-            if const_expr(j % 2 == 0):
-                cute.arch.sync_warp()  # else loads of later columns move up, and registers spill
-                columns = cute.local_tile(d_tile, (ROWS, READ_COLUMNS), (0, j // 2))
-                d = read_tile(columns, self.read, tidx, shape, False)
-            of_pair = cute.make_rmem_tensor((2, 2), Float32)
-            for c in cutlass.range_constexpr(2):
-                cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
-            incoming = [two_columns(d, r, j % 2) for r in range(2)]
-            d_value, d_gate = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
-            for c in cutlass.range_constexpr(2):
-                n, rstd, s = 2 * j + c, of_pair[0, c], cute.make_rmem_tensor(2, Float32)
-                for r in cutlass.range_constexpr(2):
-                    s[r] = g[r, n] * (rstd * -LOG2_E)
-                sigmoids(s)
-                for r in cutlass.range_constexpr(2):
-                    value, grad = v[r, n] * rstd, incoming[r][c]
-                    if const_expr(self.has_mask):
-                        # A select, not a product: what the gradient of a masked pair holds must not matter. That of an absent one
-                        # is finite, and times an rstd of 0.
-                        grad = Float32(0.0) if of_pair[1, c] == 0.0 else grad * of_pair[1, c]
-                    d_value[c, r] = grad * s[r] * rstd
-                    both = d_value[c, r] * value
-                    d_gate[c, r] = both - both * s[r]
-            for frag, four in zip(frags, (d_value, d_gate), strict=True):
-                own = cute.make_tensor(frag.iterator + 4 * j, cute.make_layout(4))
-                own.store(cute.make_tensor(four.iterator, cute.make_layout(4)).load().to(self.dtype))
-
-    @cute.jit
-    def finish(self, acc_t, t_tile: cute.Tensor, z_tile: cute.Tensor, mStats, where, sMeans, crop: Int32, wg, tidx: Int32,
-               last: cutlass.Constexpr):  # fmt: skip
+    def finish(self, acc_t, t_tile: cute.Tensor, z_tile: cute.Tensor, of_pair, sMeans, wg, tidx: Int32, last: cutlass.Constexpr):
         """t of this launch's rows to t or dz, written where t came in; half of the channels of 64 pairs."""
-        block, i, batch = where
         t = rows_view(acc_t)
         given = read_tile(t_tile, self.spread, tidx, acc_t.shape, False)
-        of_pair, totals = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
+        totals = cute.make_rmem_tensor((2, 2), Float32)
         for r in cutlass.range_constexpr(2):
-            stats = read_statistics(mStats, (batch, i, block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r), crop)
-            of_pair[0, r], of_pair[1, r] = stats[0], stats[1]
-            scale = deviation(stats[1])
+            scale = deviation(of_pair[1, r])
             for j in cutlass.range_constexpr(HALF // 8):
                 two = two_columns(given, r, j)
                 for c in cutlass.range_constexpr(2):
@@ -398,14 +340,14 @@ class TriangleMultiplicationFrontGradientsSm90:
                     for c in cutlass.range_constexpr(2):
                         totals[0, r] += t[r, 2 * j + c]
                         totals[1, r] += t[r, 2 * j + c] * ((two[c] - of_pair[0, r]) * of_pair[1, r])
-                pair = (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                pair = pair_of_thread(r, tidx)
                 for n in cutlass.range_constexpr(2):
                     totals[n, r] = cute.arch.warp_reduction_sum(totals[n, r], threads_in_group=4)
                     if tidx % 4 == 0:
                         sMeans[n, pair, wg] = totals[n, r]
             both_sync(5)
             for r in cutlass.range_constexpr(2):
-                pair = (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+                pair = pair_of_thread(r, tidx)
                 mean, product = ((sMeans[n, pair, 0] + sMeans[n, pair, 1]) * (1.0 / CHANNELS) for n in range(2))
                 for j in cutlass.range_constexpr(HALF // 8):
                     two = two_columns(z, r, j)
@@ -424,15 +366,10 @@ class TriangleMultiplicationFrontGradientsSm90:
             for n in cutlass.range_constexpr(4):
                 of_sums[source][n] = cute.arch.warp_reduction_sum(totals[n, source], threads_in_group=4)
         for r in cutlass.range_constexpr(2):
-            own = row + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+            own = row + pair_of_thread(r, tidx)
             line = mPlanes[split, own, None]
             for source in cutlass.range_constexpr(2):
-                mean = of_sums[source][0, r]
-                for n in cutlass.range_constexpr(CHANNELS // 8):
-                    pair = cute.make_rmem_tensor(2, Float32)
-                    pair[0], pair[1] = parts[source][r, 2 * n] - mean, parts[source][r, 2 * n + 1] - mean
-                    column = source * CHANNELS + 8 * n + 2 * (tidx % 4)
-                    cute.autovec_copy(pair, cute.make_tensor((line.iterator + column).align(8), cute.make_layout(2)))
+                store_rows(parts[source], of_sums[source][0, r], line, r, source * CHANNELS, tidx)
             if tidx % 4 == 0:
                 mSums[split, own, 0], mSums[split, own, 1] = of_sums[0][1, r], of_sums[1][1, r]
 

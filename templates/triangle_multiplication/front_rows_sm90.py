@@ -42,6 +42,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     fill_more,
     follow,
     more_of_pairs,
+    pair_of_thread,
     rounds,
     sigmoids,
     store_rounded,
@@ -249,7 +250,7 @@ class TriangleMultiplicationFrontRowsSm90:
         stats = operand_statistics(frag, eps, self.channels)
         of_pair = cute.make_rmem_tensor((3, 2), Float32)
         for r in cutlass.range_constexpr(2):
-            k = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
+            k = block * ROWS + pair_of_thread(r, tidx)
             of_pair[0, r], of_pair[1, r], of_pair[2, r] = stats[0, r], stats[1, r], Float32(0.0)
             if k < crop:
                 of_pair[2, r] = Float32(1.0)

@@ -38,8 +38,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import read_statistics
-from tpf_jit.templates.common.tiles import read_tile, transposed_view, two_columns
+from tpf_jit.templates.common.tiles import transposed_view
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
@@ -52,19 +51,21 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication.gradients_sm90 import (
+    READ_COLUMNS,
+    ROWS,
+    differentiate_rows,
+    fetch_pairs,
+    store_rows,
+)
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
-    LOG2_E,
     MORE,
     decode,
     fill_more,
     follow,
-    put_more,
-    sigmoids,
+    pair_of_thread,
     sums_of_more,
 )
-
-ROWS = 64  # rows of one consumer warpgroup: the M of wgmma
-READ_COLUMNS = 16  # pairs whose gradients are read at a time
 
 
 class TriangleMultiplicationWeightsSm90:
@@ -218,7 +219,7 @@ class TriangleMultiplicationWeightsSm90:
             if warp_idx == 0:
                 self.load(pipe, pipe_w, loads, (sZ, sD, sV, sG, sX), where, sizes)
             elif warp_idx == 1:
-                self.fetch(fetched, per_pair, sPairs, sMore, split, sizes)
+                fetch_pairs(fetched, per_pair, sPairs, sMore, split, sizes, self.tile_n)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             tiles = (sG, sV, sZ, sZt, sX, sXt, sD, sPairs, sMore, sMoreT, sMoreV, sMoreG)
@@ -267,44 +268,6 @@ class TriangleMultiplicationWeightsSm90:
         # No CTA may exit while a consumer can still arrive on its barriers.
         pipe.producer_tail(state)
 
-    @cute.jit
-    def fetch(self, fetched, per_pair, sPairs: cute.Tensor, sMore: cute.Tensor, split: Int32, sizes):
-        """Of every pair of a tile: the columns MORE of its norms, and two numbers: the value's rstd, and the gate's or, in a
-        front with a mask, as both are the same there, the pair's factor. Where there is no pair, both are 0."""
-        mZStats, mXStats, mMask = per_pair
-        crop, blocks, tiles, splits = sizes
-        lane = cute.arch.thread_idx()[0] % 32
-        state = producer_state(self.stages)
-        steps = -(-self.tiles * self.tile_n // 32)
-        for tile in cutlass.range(split, tiles, splits, unroll=1):
-            block, i, batch = decode(tile, crop, blocks)
-            found = []  # on their way while the stage is waited for
-            for step in cutlass.range_constexpr(steps):
-                k = block * self.tiles * self.tile_n + lane + 32 * step
-                of_z = read_statistics(mZStats, (batch, i, k), crop)
-                of_x, factor = of_z, Float32(0.0)
-                if const_expr(not self.front):
-                    of_x = read_statistics(mXStats, (batch, i, k), crop)
-                elif const_expr(self.has_mask):
-                    if k < crop:
-                        factor = mMask[batch, i, k]
-                found.append((of_z, of_x, factor))
-            cute.arch.mbarrier_wait(fetched + (self.stages + state.index), state.phase)
-            for step in cutlass.range_constexpr(steps):
-                n = lane + 32 * step
-                of_z, of_x, factor = found[step]
-                if n < self.tiles * self.tile_n:
-                    at = self.norms * (self.tiles * state.index + n // self.tile_n)
-                    put_more(sMore[n % self.tile_n, None, at], of_z[0], of_z[1])
-                    if const_expr(not self.front):
-                        put_more(sMore[n % self.tile_n, None, at + 1], of_x[0], of_x[1])
-                    two = cute.make_rmem_tensor(2, Float32)
-                    two[0], two[1] = of_x[1], factor if const_expr(self.front) else of_z[1]
-                    cute.autovec_copy(two, sPairs[None, n, state.index])
-            cute.arch.fence_view_async_shared()
-            cute.arch.mbarrier_arrive(fetched + state.index)
-            state.advance()
-
     # ---- device: consumers --------------------------------------------------------------------------------------
     @cute.jit
     def accumulate(self, pipe, pipe_w, fetched, tiles, outputs, where, sizes):
@@ -331,7 +294,7 @@ class TriangleMultiplicationWeightsSm90:
         for acc in (sum_v, sum_g, more_v, more_g):
             acc.fill(0.0)
         operand = self.sum_z.partition_shape_A((ROWS, self.tile_n))
-        first = (m * self.warpgroups + wg) * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+        first = (m * self.warpgroups + wg) * ROWS + pair_of_thread(0, tidx)
         pipe_w.consumer_wait(consumer_state(1))
         state = consumer_state(self.stages)
         for _ in cutlass.range(split, count, splits, unroll=1):
@@ -361,10 +324,8 @@ class TriangleMultiplicationWeightsSm90:
                 # Behind what is waited for: the products of the tiles that follow, or the sums of the one before.
                 warpgroup.wait_group(self.tiles - 1 if t == 0 else 4)
                 pairs = cute.local_tile(sPairs[None, None, state.index], (2, self.tile_n), (0, t))
-                self.differentiate(acc_v, acc_g, tile, pairs, tidx)
                 a_v, a_g = (cute.make_rmem_tensor(operand, self.dtype) for _ in range(2))
-                a_v.store(cute.make_tensor(acc_v.iterator, a_v.layout).load().to(self.dtype))
-                a_g.store(cute.make_tensor(acc_g.iterator, a_g.layout).load().to(self.dtype))
+                differentiate_rows(accs[t], (a_v, a_g), tile, pairs, self.read, tidx, not self.front, self.has_mask)
                 start_product(self.sum_x, sum_v, a_v, tXt[None, None, None, at * self.parts + part], True)
                 start_product(self.sum_z, sum_g, a_g, tZt[None, None, None, at * self.parts + part], True)
                 start_product(self.sum_more, more_v, a_v, tMoreT[None, None, None, (at + 1) * self.norms - 1], True)
@@ -376,36 +337,6 @@ class TriangleMultiplicationWeightsSm90:
         self.store((sum_v, sum_g), (more_v, more_g), mPlanes, mSums, (first, part, split), tidx)
 
     @cute.jit
-    def differentiate(self, acc_v, acc_g, tile, pairs: cute.Tensor, tidx: Int32):
-        """acc_v, acc_g become the gradients of value and gate, each times the rstd of its LayerNorm. tile: the incoming ones."""
-        v, g = rows_view(acc_v), rows_view(acc_g)
-        shape = self.read.partition_shape_C((ROWS, READ_COLUMNS))
-        for j in cutlass.range_constexpr(self.tile_n // 8):
-            if const_expr(j % (READ_COLUMNS // 8) == 0):
-                cute.arch.sync_warp()  # else loads of later columns move up, and registers spill
-                columns = cute.local_tile(tile, (ROWS, READ_COLUMNS), (0, j * 8 // READ_COLUMNS))
-                d = read_tile(columns, self.read, tidx, shape, not self.front)
-            of_pair = cute.make_rmem_tensor((2, 2), Float32)
-            for c in cutlass.range_constexpr(2):
-                cute.autovec_copy(pairs[None, 8 * j + 2 * (tidx % 4) + c], of_pair[None, c])
-            incoming = [two_columns(d, r, j % (READ_COLUMNS // 8)) for r in range(2)]
-            for c in cutlass.range_constexpr(2):
-                n, rstd_v = 2 * j + c, of_pair[0, c]
-                rstd_g, s = rstd_v if const_expr(self.front) else of_pair[1, c], cute.make_rmem_tensor(2, Float32)
-                for r in cutlass.range_constexpr(2):
-                    s[r] = g[r, n] * (rstd_g * -LOG2_E)
-                sigmoids(s)
-                for r in cutlass.range_constexpr(2):
-                    grad = incoming[r][c]
-                    if const_expr(self.has_mask):
-                        # A select, not a product: what the gradient of a masked pair holds must not matter. That of an absent one
-                        # is finite, and times an rstd of 0.
-                        grad = Float32(0.0) if of_pair[1, c] == 0.0 else grad * of_pair[1, c]
-                    value, d_value = v[r, n] * rstd_v, grad * s[r]
-                    d_gate = d_value * value
-                    v[r, n], g[r, n] = d_value * rstd_v, (d_gate - d_gate * s[r]) * rstd_g
-
-    @cute.jit
     def store(self, sums, more, mPlanes, mSums, where, tidx: Int32):
         """Take the means out of the sums; both to this split's plane."""
         first, part, split = where
@@ -415,15 +346,8 @@ class TriangleMultiplicationWeightsSm90:
             row = first + 8 * r
             if row < self.rows:
                 line = mPlanes[split, row, None]
-                for x, offset, width, mean in (
-                    (v, part * self.tile_v, self.tile_v, of_v[0, r]),
-                    (g, self.values + part * self.tile_c, self.tile_c, of_g[0, r]),
-                ):
-                    for n in cutlass.range_constexpr(width // 8):
-                        pair = cute.make_rmem_tensor(2, Float32)
-                        pair[0], pair[1] = x[r, 2 * n] - mean, x[r, 2 * n + 1] - mean
-                        column = offset + 8 * n + 2 * (tidx % 4)
-                        cute.autovec_copy(pair, cute.make_tensor((line.iterator + column).align(8), cute.make_layout(2)))
+                store_rows(v, of_v[0, r], line, r, part * self.tile_v, tidx)
+                store_rows(g, of_g[0, r], line, r, self.values + part * self.tile_c, tidx)
                 if (tidx % 4 == 0) & (part == 0):
                     mSums[split, row, 0], mSums[split, row, 1] = of_v[1, r], of_g[1, r]
 

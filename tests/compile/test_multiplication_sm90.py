@@ -194,6 +194,9 @@ def test_rejections_name_the_limit() -> None:
     product = PRODUCTS["nt"]
     assert "registers" in product.check(shape, product.Config(tile_n=256, consumer_warpgroups=3))
     assert "float16" in FRONT.supports(TriangleMultiplicationShape(384, dtype="float16"))[1]
+    for fields in ({"tile_n": 192}, {"tile_n": 128, "tile_k": 128}):
+        config = dataclasses.replace(product.default(shape), cluster=2, **fields)
+        assert "shares for 2 CTAs" in product.check(shape, config)
 
 
 @pytest.mark.parametrize("name, fields", [("front_rows", {"out_stages": 4}), ("back_rows", {"out_stages": 4, "tile_c": 32})])
