@@ -1,7 +1,7 @@
 """Triangle multiplicative update: templates, operand layout, float64 reference, inputs and workloads.
 
 Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
-`workload` need torch, as do the backward's `layout_backward`, `workload_backward`,
+`workload` need torch, as do `workload_fold_front`, and the backward's `layout_backward`, `workload_backward`,
 `workload_gradients` and `workload_finish`.
 """
 
@@ -23,10 +23,12 @@ from tpf_jit.templates.triangle_multiplication.config_finish import TriangleMult
 from tpf_jit.templates.triangle_multiplication.config_gradients import TriangleMultiplicationFrontGradients
 from tpf_jit.templates.triangle_multiplication.config_rows import (
     TriangleMultiplicationBackRows,
+    TriangleMultiplicationFoldFront,
     TriangleMultiplicationFrontRows,
 )
 
 TEMPLATES = (
+    TriangleMultiplicationFoldFront,
     TriangleMultiplicationFold,
     TriangleMultiplicationFrontRows,
     TriangleMultiplicationFront,

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tpf_jit.templates.base import Workload
 from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, register_split
 from tpf_jit.templates.triangle_multiplication.config import TriangleMultiplicationBack, TriangleMultiplicationFront
 
@@ -100,6 +101,46 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
         from tpf_jit.templates.triangle_multiplication import front_rows_sm90
 
         return front_rows_sm90.build(variant, config, self.registers(config), options)
+
+
+SMALL_CROP = 128
+"""Up to which fold and front are one launch: there the host takes longer than the device, and launches are its work."""
+
+
+class TriangleMultiplicationFoldFront(TriangleMultiplicationFrontRows):
+    """What folds the weights and the front in one: see fold_front_sm90.py."""
+
+    name = "triangle_multiplication_fold_front_sm90"
+    direction = "fold_front"
+    optional = True
+    """Where it does not serve, fold and front do its work."""
+
+    def supports(self, shape: Any) -> tuple[bool, str]:
+        supported, reason = super().supports(shape)
+        if supported and shape.crop > SMALL_CROP:
+            return False, f"the kernel is for crops up to {SMALL_CROP}, not {shape.crop}"
+        return supported, reason
+
+    def variant(self, shape: Any, *, bias: bool = False) -> dict[str, Any]:
+        return {**super().variant(shape), "weight_dtype": shape.weight_dtype, "bias": bool(bias)}
+
+    def default(self, shape: Any) -> FrontRowsConfig:
+        """Two warpgroups, the largest blocks, two under way: the fastest on an H200 at crops of 64 and 128; always legal."""
+
+        def rank(c: FrontRowsConfig) -> tuple:
+            return c.consumer_warpgroups == 2, c.tile_h, c.sets, -c.z_stages
+
+        return max(self.space(shape), key=rank)
+
+    def build(self, variant: Mapping[str, Any], config: FrontRowsConfig, options: str) -> Any:
+        from tpf_jit.templates.triangle_multiplication import fold_front_sm90
+
+        return fold_front_sm90.build(variant, config, self.registers(config), options)
+
+    def workload(self, shape: Any, device: Any, seed: int = 0, family: str = "normal") -> Workload:
+        from tpf_jit.templates.triangle_multiplication.workload_fold_front import FoldFrontWorkload
+
+        return FoldFrontWorkload(shape, device, seed, family)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class TriangleMultiplicationFoldSm90:
     """The fold kernel of one variant."""
 
     def __init__(self, variant: dict):
-        self.dtype = DTYPES[variant["weight_dtype"]]
-        self.channels, self.hidden, self.has_bias = variant["channels"], variant["hidden"], variant["bias"]
+        self.channels, self.hidden = variant["channels"], variant["hidden"]
 
     @cute.jit
     def __call__(
@@ -56,42 +55,70 @@ class TriangleMultiplicationFoldSm90:
     def kernel(self, parts):
         row = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         follow()
-        first = 0
-        for part in parts:
-            count = part[0].shape[0]
-            if (row >= first) & (row < first + count):
-                self.fold(part, row - first)
-            first = first + count
+        fold_row(parts, row)
 
-    @cute.jit
-    def fold(self, part, row: Int32):
-        """One row of one matrix."""
-        matrix, folded, (weight, bias), shift, terms, column = part
-        width = matrix.shape[1]
-        lane = cute.arch.thread_idx()[0] % 32
-        source, target = (cute.logical_divide(t[row, None], cute.make_layout(VECTOR)) for t in (matrix, folded))
-        scales, shifts = (cute.logical_divide(t, cute.make_layout(VECTOR)) for t in (weight, bias))
-        total, constant = Float32(0.0), Float32(0.0)
-        for step in cutlass.range_constexpr(-(-width // (32 * VECTOR))):
-            place = lane + 32 * step
+
+@cute.jit
+def fold_row(parts, row: Int32):
+    """One row, by one warp, of matrices whose rows are counted on; nothing if there is no such row. parts: (matrix, folded
+    matrix, (norm's weight, its bias), bias or None, terms, first of its two columns of them) of each."""
+    first = 0
+    for matrix, folded, norm, shift, terms, column in parts:
+        own, count, width = row - first, matrix.shape[0], matrix.shape[1]
+        if (own >= 0) & (own < count):
+            values = read_columns(matrix[own, None])
+            scale, move = (read_columns(x) for x in norm)
+            rounded = cute.make_rmem_tensor(columns_of(width), folded.element_type)
+            total, constant = scale_and_sum(values, scale, move, rounded)
+            total, constant = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(constant)
+            write_columns(rounded, folded[own, None])
+            if cute.arch.thread_idx()[0] % 32 == 0:
+                if const_expr(shift is not None):
+                    constant += shift[own]
+                terms[own, column], terms[own, column + 1] = total, constant
+        first = first + count
+
+
+def columns_of(width: int) -> int:
+    """How many of a row's columns a lane has room for."""
+    return -(-width // (32 * VECTOR)) * VECTOR
+
+
+@cute.jit
+def read_columns(line: cute.Tensor):
+    """This lane's columns of a row: VECTOR of every 32 times as many; zeros where there are none."""
+    vectors, width = cute.logical_divide(line, cute.make_layout(VECTOR)), cute.size(line)
+    values = cute.make_rmem_tensor(columns_of(width), line.element_type)
+    for step in cutlass.range_constexpr(cute.size(values) // VECTOR):
+        place, part = cute.arch.thread_idx()[0] % 32 + 32 * step, cute.local_tile(values, (VECTOR,), (step,))
+        if const_expr(32 * VECTOR * (step + 1) <= width):
+            cute.autovec_copy(vectors[None, place], part)
+        else:
+            part.fill(0)
             if place < width // VECTOR:
-                raw, rounded = cute.make_rmem_tensor(VECTOR, self.dtype), cute.make_rmem_tensor(VECTOR, BFloat16)
-                scale, move = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, Float32)
-                cute.autovec_copy(source[None, place], raw)
-                cute.autovec_copy(scales[None, place], scale)
-                cute.autovec_copy(shifts[None, place], move)
-                values = cute.make_rmem_tensor(VECTOR, Float32)
-                values.store(raw.load().to(Float32))
-                rounded.store((values.load() * scale.load()).to(BFloat16))
-                cute.autovec_copy(rounded, target[None, place])
-                for e in cutlass.range_constexpr(VECTOR):
-                    total += rounded[e].to(Float32)
-                    constant += values[e] * move[e]
-        total, constant = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(constant)
-        if lane == 0:
-            if const_expr(self.has_bias):
-                constant += shift[row]
-            terms[row, column], terms[row, column + 1] = total, constant
+                cute.autovec_copy(vectors[None, place], part)
+    return values
+
+
+@cute.jit
+def write_columns(values: cute.Tensor, line: cute.Tensor):
+    """Likewise."""
+    vectors, width = cute.logical_divide(line, cute.make_layout(VECTOR)), cute.size(line)
+    for step in cutlass.range_constexpr(cute.size(values) // VECTOR):
+        place = cute.arch.thread_idx()[0] % 32 + 32 * step
+        if place < width // VECTOR:
+            cute.autovec_copy(cute.local_tile(values, (VECTOR,), (step,)), vectors[None, place])
+
+
+@cute.jit
+def scale_and_sum(values: cute.Tensor, scale: cute.Tensor, move: cute.Tensor, rounded: cute.Tensor):
+    """rounded: values times scale. Returns this lane's sums of what was rounded, and of values times move."""
+    total, constant = Float32(0.0), Float32(0.0)
+    rounded.store((values.load().to(Float32) * scale.load()).to(rounded.element_type))
+    for e in cutlass.range_constexpr(cute.size(values)):
+        total += rounded[e].to(Float32)
+        constant += values[e].to(Float32) * move[e]
+    return total, constant
 
 
 def build(variant: dict, options: str):

@@ -108,25 +108,28 @@ class TriangleMultiplicationFrontRowsSm90:
         mFactors: cute.Tensor, mStats: cute.Tensor, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
+        load_z, stores, sizes, ctas = self.tiles(mZ, mFactors, num_ctas)
+        load, half, weights = cpasync.CopyBulkTensorTileG2SOp(), one_stage(self.half_layout), (self.tile_h, self.chunk)
+        loads = load_z, *(cpasync.make_tiled_tma_atom(load, w, half, weights) for w in (mP, mG))
+        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, sizes).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
+        )
+
+    @cute.jit
+    def tiles(self, mZ: cute.Tensor, mFactors: cute.Tensor, num_ctas: Int32):
+        """How tiles of z are loaded and those of the factors stored, what there is of them, and the grid."""
         load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
         # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
         z, f = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0])), mFactors
         factors = cute.make_tensor(f.iterator, cute.make_layout(
             (self.rows, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
         ))
-        half, weights = one_stage(self.half_layout), (self.tile_h, self.chunk)
-        loads = (
-            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
-            atom(load, mP, half, weights), atom(load, mG, half, weights),
-        )
+        load_z = atom(load, z, one_stage(self.z_layout), (ROWS, self.channels))
         stores = atom(store, factors, one_stage(self.o_layout), (self.piece, ROWS))
         batch, crop = mZ.shape[0], mZ.shape[1]
         blocks = cute.ceil_div(crop, ROWS)
         tiles = blocks * crop * batch
-        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
-        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles)).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
-        )
+        return load_z, stores, (crop, blocks, tiles), cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
@@ -197,6 +200,7 @@ class TriangleMultiplicationFrontRowsSm90:
     # ---- device: projections and gates --------------------------------------------------------------------------
     @cute.jit
     def project(self, ring, pipe_w, smem, per_pair, stores, eps: Float32, sizes):
+        """pipe_w: of the weights' arrival; None where they are there."""
         sZ, sW, sMore, sO = smem
         mMask, mStats = per_pair
         crop, blocks, tiles = sizes
@@ -208,7 +212,8 @@ class TriangleMultiplicationFrontRowsSm90:
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         operand, more_shape = (cute.make_layout(mma.partition_shape_A((ROWS, k))) for k in (self.channels, MORE))
         state = consumer_state(self.z_stages)
-        pipe_w.consumer_wait(consumer_state(1))
+        if const_expr(pipe_w is not None):
+            pipe_w.consumer_wait(consumer_state(1))
         for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             block, i, batch = decode(tile, crop, blocks)

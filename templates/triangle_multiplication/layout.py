@@ -13,6 +13,8 @@ columns more in the products (`pieces_sm90.MORE`).
         W', u and b' of p_in and g_in behind norm_in, p_out behind norm_out, g_out behind norm_in
     front(z, mask, p_in, g_in, in_terms, factors, z_stats, eps, num_ctas)
         factors[b, s, d, i, k] = mask * sigmoid(proj_g(z)) * proj_p(z)
+    fold_front(z, mask, p_in, ..., out_terms as for fold, factors, z_stats, eps, num_ctas)
+        what fold and front do, in one launch, for small crops
     product_nt(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, j, k]
     product_tn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, k, i] * right[b, d, k, j]
     product_nn(left, right, out, num_ctas)      out[b, d, i, j] = sum_k left[b, d, i, k] * right[b, d, k, j]
@@ -37,7 +39,8 @@ columns more in the products (`pieces_sm90.MORE`).
     norm_*, *_bias           float32 (C,), (D,), (2 D,), never None; but for the four biases, which may be None together
     in_terms, out_terms      float32 (2 D, 4) and (C, 4): of every row u and b' of p, then u and b' of g
 
-What folding writes lies on 16-byte boundaries; what it reads may lie anywhere, as parts of a flat buffer do. P makes every row of
+What folding writes lies on 16-byte boundaries; what it reads may lie anywhere, as parts of a flat buffer do, but for fold_front's
+matrices and norms, which do lie on such boundaries. P makes every row of
 factors and x a whole number of 16 bytes, the unit of TMA. Weights of other dtypes are converted once a call; they are small.
 Nothing here reads a value on the host.
 """
@@ -104,6 +107,11 @@ class Operands(NamedTuple):
     def front(self, factors: Tensor, z_stats: Tensor) -> tuple[Tensor | None, ...]:
         """Tensor arguments of a front kernel."""
         return self.z, self.mask, *self.folded[:3], factors, z_stats
+
+    def fold_front(self, weights: Weights, factors: Tensor, z_stats: Tensor) -> tuple[Tensor | None, ...]:
+        """Tensor arguments of a kernel that folds `weights` as well, whose matrices and norms it reads 16 bytes at a time."""
+        read, rest = (folding := fold_operands(weights, self.folded))[:8], folding[8:]
+        return self.z, self.mask, *[x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone() for x in read], *rest, factors, z_stats
 
     def back(
         self, z_stats: Tensor, x: Tensor, residual: Tensor | None, out: Tensor, x_stats: Tensor | None

@@ -58,6 +58,15 @@ def test_fold(channels: int, hidden: int, weight_dtype: str, bias: bool) -> None
     assert resources["spill_bytes"] == 0 and resources["threads"] == 256
 
 
+@pytest.mark.parametrize("channels, hidden", [(128, 128), (96, 160), (32, 32), (256, 64)])
+@pytest.mark.parametrize("weight_dtype, bias, mask", [("float32", False, "none"), ("bfloat16", True, "bool")])
+def test_fold_front(channels: int, hidden: int, weight_dtype: str, bias: bool, mask: str) -> None:
+    template = get("triangle_multiplication_fold_front_sm90")
+    shape = TriangleMultiplicationShape(100, channels, hidden, weight_dtype=weight_dtype, mask=mask)
+    blocks = 2 * hidden // template.default(shape).tile_h
+    assert resources_of(template, shape, bias=bias)["hgmma"] == blocks * (channels // 16 + 1)
+
+
 @pytest.mark.parametrize("channels, hidden", WIDTHS)
 @pytest.mark.parametrize(
     "weight_dtype, norm_dtype, bias", [("float32", "float32", False), ("bfloat16", "float32", True), ("bfloat16", "", True)]

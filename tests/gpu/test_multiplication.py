@@ -28,6 +28,7 @@ from tpf_jit.templates.triangle_multiplication.workload_backward import (
     FrontWeightsWorkload,
 )
 from tpf_jit.templates.triangle_multiplication.workload_finish import FinishWorkload
+from tpf_jit.templates.triangle_multiplication.workload_fold_front import FoldFrontWorkload
 from tpf_jit.templates.triangle_multiplication.workload_gradients import FrontGradientsWorkload
 
 pytestmark = pytest.mark.gpu
@@ -68,10 +69,12 @@ def test_stages(fields: dict, family: str, more: bool) -> None:
     for workload, direction, flags in (
         (FoldWorkload(shape, DEVICE, **options), "fold", (("bias", more),)),
         (FrontWorkload(shape, DEVICE, **options), "front", ()),
+        (FoldFrontWorkload(shape, DEVICE, **options), "fold_front", (("bias", more),)),
         *((ProductWorkload(shape, DEVICE, product=name, **options), f"product_{name}", ()) for name in ("nt", "tn", "nn")),
         (BackWorkload(shape, DEVICE, with_residual=more, with_stats=more, **options), "back", back_flags),
     ):
-        agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
+        if direction != "fold_front" or served(direction, shape):
+            agree(workload, kernels.get_kernel(f"{shape.op}/{direction}", shape, flags).function)
 
 
 @pytest.mark.parametrize("channels, hidden", [(128, 128), (96, 160), (32, 64), (512, 512)])
@@ -158,14 +161,16 @@ def test_pytorch_and_the_kernel_finish_alike() -> None:
 
 
 PRODUCTS = ("product_nt", "product_tn", "product_nn")
+FORWARD = ("fold", "fold_front", "front", "front_rows", *PRODUCTS, "back", "back_rows")
 
 
 @pytest.mark.parametrize("channels", [64, 128, 256])
-@pytest.mark.parametrize("name", ["fold", "front", "front_rows", *PRODUCTS, "back", "back_rows", *BACKWARD, "finish"])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD, "finish"])
 def test_every_configuration(name: str, channels: int) -> None:
     template = registry.get(f"triangle_multiplication_{name}_sm90")
     # Several tiles for every CTA.
-    shape = TriangleMultiplicationShape(300, channels, mask="bool")
+    few = dict(crop=120, batch=5) if name == "fold_front" else dict(crop=300)
+    shape = TriangleMultiplicationShape(**few, channels=channels, mask="bool")
     if not template.supports(shape)[0]:
         pytest.skip(template.supports(shape)[1])
     workload = template.workload(shape, DEVICE)
@@ -196,8 +201,9 @@ def test_operator(fields: dict) -> None:
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-def test_recomputing_gives_the_same_bits(direction: str) -> None:
-    shape = TriangleMultiplicationShape(130, mask="bool", direction=direction)
+@pytest.mark.parametrize("crop", [100, 130])
+def test_recomputing_gives_the_same_bits(crop: int, direction: str) -> None:
+    shape = TriangleMultiplicationShape(crop, mask="bool", direction=direction)
     x = OperatorWorkload(shape, DEVICE).make_inputs(0)
     found = []
     for recompute in (False, True):
@@ -206,6 +212,25 @@ def test_recomputing_gives_the_same_bits(direction: str) -> None:
         out = tpf_jit.triangle_multiplication(z, direction, x.mask, *weights, recompute=recompute)
         found.append(torch.autograd.grad(out, [z, *(w for w in weights if w is not None)], x.grad_out))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_small_crops_take_three_launches_wherever_weights_lie() -> None:
+    shape = TriangleMultiplicationShape(128, mask="float")
+    x = OperatorWorkload(shape, DEVICE).make_inputs(0)
+
+    def launches(weights) -> tuple[torch.Tensor, list[str]]:
+        out = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *weights)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            again = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *weights)
+            torch.cuda.synchronize()
+        assert torch.equal(out, again)
+        return out, [event.name for event in seen.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+
+    out, found = launches(x.weights)
+    assert len(found) == 3, found
+    moved = [None if w is None else torch.empty(w.numel() + 1, device=DEVICE)[1:].view(w.shape).copy_(w) for w in x.weights]
+    again, found = launches(moved)
+    assert torch.equal(out, again) and len(found) == 3 + 8, found
 
 
 def test_a_cuda_graph_replays_a_training_step() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from tpf_jit.ops import routing
+from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication import layout
 from tpf_jit.templates.triangle_multiplication.layout import Weights, contraction_dtype, padded
 
@@ -66,6 +67,14 @@ def front(z, mask, p_in, g_in, in_terms, factors, z_stats, eps, num_ctas) -> Non
         both = both * mask.unsqueeze(-1)
     factors.zero_()
     factors[..., :crop] = both.permute(0, 3, 1, 2).unflatten(1, (2, hidden))
+
+
+def fold_front(z, mask, *arguments) -> None:
+    *folding, factors, z_stats, eps, num_ctas = arguments
+    assert all(x.data_ptr() % 16 == 0 for x in folding[:8])
+    fold(*folding, num_ctas)
+    p_in, g_in, _, _, in_terms, _ = folding[12:]
+    front(z, mask, p_in, g_in, in_terms, factors, z_stats, eps, num_ctas)
 
 
 def product_nt(left, right, out, num_ctas) -> None:
@@ -130,7 +139,7 @@ class EmulatedKernels:
         self.asked.append((family, dict(flags)))
         if family in self.missing:
             return f"no kernel of {family}"
-        name = family.partition("/")[2]
+        name = family.partition("/")[2] or registry.get(family).direction
         emulated = globals().get(name) or getattr(multiplication_backward_emulation, name)
 
         def function(*arguments) -> None:

@@ -499,20 +499,20 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
     assert api._of_training(shape) == []
     assert api.explain(shape).backward == "PyTorch: too wide" and "backward   PyTorch: too wide" in str(api.explain(shape))
-    assert len(api.compile(shape, training=True)) == 5
+    assert len(api.compile(shape, training=True)) == 4
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
     backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_gradients", "finish"]
     narrow = [kernel.spec.template for kernel in api._of_training(TriangleMultiplicationShape(64, 64, direction="incoming"))]
     asked.clear()
-    assert narrow[5:] == [f"fake_{name}" for name in [*backward[:4], "front_backward", "front_weights", "finish"]]
+    assert narrow[4:] == [f"fake_{name}" for name in [*backward[:4], "front_backward", "front_weights", "finish"]]
     found = [kernel.spec.template for kernel in api._of_training(shape)]
     partial = ["front_backward", "front_weights"]  # where only one side of the front has a gradient
-    assert found == [f"fake_{name}" for name in ["fold", "front", "product_tn", "back", "back", *backward, *partial]]
-    assert [flags for _, flags in asked[:5]] == [
-        {"bias": False}, {}, {}, *({"residual": added, "stats": True} for added in (False, True)),
+    assert found == [f"fake_{name}" for name in ["fold_front", "product_tn", "back", "back", *backward, *partial]]
+    assert [flags for _, flags in asked[:4]] == [
+        {"bias": False}, {}, *({"residual": added, "stats": True} for added in (False, True)),
     ]  # fmt: skip
-    both = ["fold", "front", "product_tn", "back"], backward
+    both = ["fold_front", "product_tn", "back"], backward
     texts = [", ".join(f"fake_{name} (nearest)" for name in names) for names in both]
     assert explain_passes(shape, "sm_90a", True) == (texts[0], None, texts[1])
     there = [f"{text} (what a device of sm_90a would run)" for text in texts]
@@ -590,5 +590,5 @@ def test_tune_hands_every_shape_on_and_reloads(monkeypatch) -> None:
     seen.clear()
     multiplication = TriangleMultiplicationShape(96)
     assert api.tune(multiplication) == ["result 96"] * 3
-    assert [arguments for _, arguments, _ in seen] == [("front",), ("product_nt",), ("back",)]
+    assert [arguments for _, arguments, _ in seen] == [("fold_front",), ("product_nt",), ("back",)]
     assert api.tune(multiplication, "front_weights", 3) == "result 96" and seen[-1][1] == ("front_weights", 3)

@@ -47,6 +47,7 @@ def machine(monkeypatch) -> EmulatedKernels:
     monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", too_wide)
     monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(multiplication_routing, "folds_in_front", lambda shape: False)  # see test_trimul_small.py
     monkeypatch.setattr(multiplication_plans, "_plans", NoPlans())
     return emulated
 
@@ -672,7 +673,7 @@ class FakeTemplate:
 
 
 def test_templates_decide_which_backward_kernels_take(monkeypatch) -> None:
-    shape = TriangleMultiplicationShape(64)
+    shape = TriangleMultiplicationShape(200)
     there = {family: FakeTemplate(family) for family in multiplication_routing.backward_families(shape)}
     there |= {family: FakeTemplate(family) for family in multiplication_routing.families(shape)}
     monkeypatch.setattr(registry, "templates", lambda op, direction: [t for t in [there.get(f"{op}/{direction}")] if t])
@@ -682,7 +683,7 @@ def test_templates_decide_which_backward_kernels_take(monkeypatch) -> None:
     assert multiplication_routing.backward_unsupported(shape) == refused and multiplication_routing.unsupported(shape) is None
     there[routing.FRONT_WEIGHTS] = missing
     assert multiplication_routing.backward_unsupported(shape) is None
-    wide = TriangleMultiplicationShape(64, 512)
+    wide = TriangleMultiplicationShape(200, 512)
     assert multiplication_routing.backward_unsupported(wide) == "fold takes up to 256 channels"
     assert not multiplication_routing.front_gradients_together(shape), "no template of that family"
     there[routing.FRONT_GRADIENTS] = FakeTemplate(routing.FRONT_GRADIENTS)

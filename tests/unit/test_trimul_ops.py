@@ -637,6 +637,7 @@ def kernels(monkeypatch) -> EmulatedKernels:
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
     monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(multiplication_routing, "folds_in_front", lambda shape: False)  # see test_trimul_small.py
     monkeypatch.setattr(multiplication_plans, "_plans", NoPlans())
     return emulated
 
@@ -825,13 +826,13 @@ def test_what_kernels_do_not_take_says_why(kernels) -> None:
 
 
 def test_is_supported_and_explain(monkeypatch) -> None:
-    x = call(mask="bool")
+    x = call(130, mask="bool")
     z, weight = x.z, x.weights.p_in_weight
     assert tpf_jit.is_supported(z, mask=x.mask, p_in_weight=weight)[1].startswith("the tensors are on cpu")
     monkeypatch.setattr(routing, "hardware", lambda device: routing.Hardware("sm_90a", "", 132))
     assert tpf_jit.is_supported(z, mask=x.mask, p_in_weight=weight)[0]
     found = tpf_jit.explain(z, mask=x.mask, p_in_weight=weight)
-    key = "triangle_multiplication/B1/N9/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
+    key = "triangle_multiplication/B1/N130/C32/D64/outgoing/bfloat16/weight-float32/mask-bool"
     assert (found.path, found.shape) == ("kernel", key) and "product_nt" in found.template
     names = ("fold", "front_rows", "product_nt", "back")
     sources = [part.partition(" ")[2] for part in found.forward.split(", ")]

@@ -32,6 +32,7 @@ def kernels(monkeypatch) -> EmulatedKernels:
     monkeypatch.setattr(routing, "find_kernel", emulated.find)
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(multiplication_routing, "folds_in_front", lambda shape: False)  # see test_trimul_small.py
     monkeypatch.setattr(multiplication_plans, "_plans", {})
     return emulated
 
@@ -174,7 +175,7 @@ def test_choices_of_the_database_reach_a_planned_call(monkeypatch) -> None:
     launched = []
     monkeypatch.setattr(registry_of_kernels, "function_of", lambda spec, store=None: lambda *arguments: launched.append(spec))
     registry_of_kernels.forget()
-    x = call()
+    x = call(130)
     run(x)
     before = launched[:]
     assert [spec.template.split("_")[2] for spec in before] == ["fold", "front", "product", "back"]

@@ -96,7 +96,7 @@ def variants(
     apart = take.z and not together, take.front_weights and not together
     runs = (take.through, take.back_weights, take.through, take.through, *apart)
     return (
-        (multiplication_routing.FRONT, (), again),
+        (multiplication_routing.front_again(shape), (), again),
         (multiplication_routing.contraction(shape.direction), (), not has_x),
         *((family, (), run) for family, run in zip(families, runs, strict=True)),
         (routing.FRONT_GRADIENTS, (), together),

@@ -16,9 +16,9 @@ from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
 class Kernels(NamedTuple):
-    """The kernels of one update, loaded."""
+    """The kernels of one update, loaded. fold: None where front folds as well."""
 
-    fold: routing.Launch
+    fold: routing.Launch | None
     front: routing.Launch
     contraction: routing.Launch
     back: routing.Launch
@@ -59,19 +59,32 @@ def find(
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
     of_fold = multiplication_routing.fold_flags(layout.has_biases(weights))
     of_back = multiplication_routing.back_flags(residual is not None, stats)
-    shapes = fold_shape(shape, weights), shape, shape, shape
-    found = []
-    families = multiplication_routing.families(shape)
-    for family, problem, chosen in zip(families, shapes, (of_fold, (), (), of_back), strict=True):
-        launch = routing.find_kernel(family, problem, chosen, device)
-        if isinstance(launch, str):
-            return launch
-        found.append(launch)
-    return Kernels(*found)
+    flags = {multiplication_routing.BACK: of_back, **dict.fromkeys(_FOLDING, of_fold)}
+    problems = dict.fromkeys(_FOLDING, fold_shape(shape, weights))
+
+    def loaded(families: tuple[str, ...]) -> list[routing.Launch] | str:
+        found = []
+        for family in families:
+            launch = routing.find_kernel(family, problems.get(family, shape), flags.get(family, ()), device)
+            if isinstance(launch, str):
+                return launch
+            found.append(launch)
+        return found
+
+    found = loaded(multiplication_routing.families(shape))
+    if isinstance(found, str) and multiplication_routing.folds_in_front(shape):  # the two that one stands for will do
+        found = loaded(multiplication_routing.families(shape, together=False))
+    if isinstance(found, str):
+        return found
+    return Kernels(*found) if len(found) == len(Kernels._fields) else Kernels(None, *found)
+
+
+_FOLDING = multiplication_routing.FOLD, multiplication_routing.FOLD_FRONT
 
 
 def fold_shape(shape: TriangleMultiplicationShape, weights: Weights) -> TriangleMultiplicationShape:
-    """The problem as a fold kernel sees it: its weight dtype is that in which `layout.fold_operands` passes the matrices."""
+    """The problem as a kernel that folds weights sees it: its weight dtype is that in which `layout.fold_operands` passes the
+    matrices."""
     name = dtype_name(layout.matrix_dtype(weights))
     return shape if shape.weight_dtype == name else replace(shape, weight_dtype=name)
 
@@ -86,7 +99,7 @@ def forward(
     keep: Keep = NOTHING,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
-    """The update by four launches, and what is to be kept.
+    """The update by four launches, three where front folds the weights, and what is to be kept.
 
     Args:
         z: `(B, N, N, C)` bfloat16, any strides; mask, weights, residual: as `multiplication_fallback.forward` takes them,
@@ -96,10 +109,15 @@ def forward(
     with on_device(z):
         matrices, terms = layout.folded_empty(weights, z.dtype)
         folded = layout.folded_parts(weights, matrices, terms)
-        found.fold.function(*layout.fold_operands(weights, folded), found.fold.num_ctas)
+        if found.fold is not None:
+            found.fold.function(*layout.fold_operands(weights, folded), found.fold.num_ctas)
         operands = layout.prepare(z, mask, folded)
         z_stats, factors = layout.stats_empty(z), layout.factors_empty(operands.z, weights.hidden)
-        found.front.function(*operands.front(factors, z_stats), eps, found.front.num_ctas)
+        if found.fold is not None:
+            tensors = operands.front(factors, z_stats)
+        else:
+            tensors = operands.fold_front(weights, factors, z_stats)
+        found.front.function(*tensors, eps, found.front.num_ctas)
         x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
         factors = factors if keep.factors else None

@@ -15,6 +15,7 @@ from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication import layout
 
 FOLD = "triangle_multiplication/fold"
+FOLD_FRONT = "triangle_multiplication/fold_front"
 FRONT = "triangle_multiplication/front"
 BACK = "triangle_multiplication/back"
 FRONT_BACKWARD = "triangle_multiplication/front_backward"
@@ -29,9 +30,21 @@ def contraction(direction: str) -> str:
     return f"triangle_multiplication/product_{layout.CONTRACTIONS[direction]}"
 
 
-def families(shape: TriangleMultiplicationShape) -> tuple[str, str, str, str]:
-    """The families of the kernels of one update, in the order of their launches."""
-    return FOLD, FRONT, contraction(shape.direction), BACK
+def families(shape: TriangleMultiplicationShape, together: bool = True) -> tuple[str, ...]:
+    """The families of the kernels of one update, in the order of their launches. together: whether FOLD_FRONT may be one."""
+    first = (FOLD_FRONT,) if together and folds_in_front(shape) else (FOLD, FRONT)
+    return *first, contraction(shape.direction), BACK
+
+
+def folds_in_front(shape: TriangleMultiplicationShape) -> bool:
+    """Whether one family, FOLD_FRONT, does what FOLD and FRONT do: at small crops, where launches count."""
+    return _refusal(shape, "fold and front", (FOLD_FRONT,)) is None
+
+
+def front_again(shape: TriangleMultiplicationShape) -> str:
+    """The family, or template, that makes the factors again from folded weights, bit for bit as the forward did: FOLD_FRONT's
+    arithmetic is that of one of FRONT's templates."""
+    return "triangle_multiplication_front_rows_sm90" if folds_in_front(shape) else FRONT
 
 
 def factor_products(direction: str) -> tuple[str, str]:
@@ -54,7 +67,7 @@ def front_gradients_together(shape: TriangleMultiplicationShape) -> bool:
 
 
 def fold_flags(bias: bool) -> tuple:
-    """Flags of a fold kernel, as `kernels.get_kernel` takes them; front and products have none."""
+    """Flags of a kernel that folds weights, as `kernels.get_kernel` takes them; front and products have none."""
     return (("bias", bias),)
 
 
@@ -70,8 +83,11 @@ def back_flags(residual: bool, stats: bool = False) -> tuple:
 
 def usual_variants(shape: TriangleMultiplicationShape, stats: bool = False) -> tuple[tuple[str, tuple], ...]:
     """(family, flags) of what models run forward: no projection biases, with and without a residual. `stats`: in training."""
-    backs = tuple((BACK, back_flags(residual, stats)) for residual in (False, True))
-    return (FOLD, fold_flags(False)), (FRONT, ()), (contraction(shape.direction), ()), *backs
+    flags = {FOLD: fold_flags(False), FOLD_FRONT: fold_flags(False)}
+    *firsts, back = families(shape)
+    return *((family, flags.get(family, ())) for family in firsts), *(
+        (back, back_flags(residual, stats)) for residual in (False, True)
+    )
 
 
 def activation_dtype(z: Tensor) -> torch.dtype:

@@ -111,8 +111,8 @@ def tunable_directions(op: str) -> list[str]:
 
 
 def inference_directions(shape: Any) -> list[str]:
-    """Those that a call without gradients runs, in order: forward, or three kernels of a triangle multiplication, as the one that
-    folds its weights has nothing to choose."""
+    """Those that a call without gradients runs, in order: forward, or three kernels of a triangle multiplication, as one that
+    only folds its weights has nothing to choose."""
     if shape.op != TriangleMultiplicationShape.op:
         return ["forward"]
     from tpf_jit.ops.multiplication_routing import FOLD, families

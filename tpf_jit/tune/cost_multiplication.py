@@ -282,8 +282,9 @@ def _to_registers(columns: int) -> float:
 ROUNDS: dict[str, Callable[[Any, Any, Any], Round]] = {
     f"triangle_multiplication_{name}_sm90": count
     for name, count in {
-        "front": front, "front_rows": front_rows, "back": back, "back_rows": back_rows, "product_nt": contraction,
-        "product_tn": contraction, "product_nn": contraction, "back_backward": back_backward, "back_weights": weights,
+        "front": front, "front_rows": front_rows, "fold_front": front_rows, "back": back, "back_rows": back_rows,
+        "product_nt": contraction, "product_tn": contraction, "product_nn": contraction, "back_backward": back_backward,
+        "back_weights": weights,
         "front_backward": front_backward, "front_weights": weights, "front_gradients": front_gradients,
     }.items()
 }  # fmt: skip
