@@ -23,18 +23,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import norm_gradient
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     smem_area,
@@ -42,19 +39,24 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, MN_MAJOR, REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     LOG2_E,
     MORE,
+    consumer_place,
     decode,
     fetch_statistics,
     fill_more,
     follow,
     more_of_pairs,
+    norm_gradients,
+    prefetch,
     rounds,
     sigmoids,
+    start_rings,
+    tile_of_turn,
 )
-
-ROWS = 64  # pairs of one tile: the M of wgmma
 
 
 class TriangleMultiplicationBackBackwardSm90:
@@ -73,29 +75,22 @@ class TriangleMultiplicationBackBackwardSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         c, tiles = self.tile_c, self.pair_stages * self.warpgroups
-
-        def mma(a_major, b_major, columns, source):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, a_major, b_major, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        self.project_x, self.project_z = mma(mn_major, k_major, c, shared), mma(k_major, k_major, c, shared)
-        self.project_more = mma(k_major, k_major, c, registers)
-        self.spread_x, self.spread_z = (mma(k_major, mn_major, width, registers) for width in (self.hidden, self.channels))
-        self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
-        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
-        self.o_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, self.warpgroups)
-        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.w_stages)
-        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.w_stages)
-        self.pt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.hidden, c), self.dtype, self.w_stages)
-        self.gt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.channels, c), self.dtype, self.w_stages)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, MORE), self.dtype, self.blocks)
-        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.stages * self.warpgroups)
+        self.project_x = launch.warpgroup_mma(self.dtype, c, a_major=MN_MAJOR)
+        self.project_z = launch.warpgroup_mma(self.dtype, c)
+        self.project_more = launch.warpgroup_mma(self.dtype, c, REGISTERS)
+        self.spread_x, self.spread_z = (
+            launch.warpgroup_mma(self.dtype, width, REGISTERS, b_major=MN_MAJOR) for width in (self.hidden, self.channels)
+        )
+        self.x_layout = sm90.make_smem_layout_a(COL_MAJOR, (ROWS, c, self.hidden), self.dtype, tiles)
+        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, c, self.channels), self.dtype, tiles)
+        self.o_layout = sm90.make_smem_layout_a(COL_MAJOR, (ROWS, c, self.hidden), self.dtype, self.warpgroups)
+        self.p_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, self.hidden), self.dtype, self.w_stages)
+        self.g_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, self.channels), self.dtype, self.w_stages)
+        self.pt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.hidden, c), self.dtype, self.w_stages)
+        self.gt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.channels, c), self.dtype, self.w_stages)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, MORE), self.dtype, self.blocks)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, c), self.stages * self.warpgroups)
 
     def _storage(self):
         waiting = smem_area(self.dtype, self.o_layout) if self.passes > 1 else cute.struct.MemRange[Int64, 1]
@@ -125,26 +120,19 @@ class TriangleMultiplicationBackBackwardSm90:
         num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, j, C) seen as (j, C, i, B), and (B, D, i, P) as (P, D, i, B).
-        z, d, dzn = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mD, mDzn))
-        x, dx = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (mX, mDx))
+        z, d, dzn = (launch.of_pairs(t) for t in (mZ, mD, mDzn))
+        x, dx = (launch.of_channels(t) for t in (mX, mDx))
+        of_z, of_x = (ROWS, self.channels), (ROWS, self.hidden)
         loads = (
-            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
-            atom(load, x, one_stage(self.x_layout), (ROWS, self.hidden)),
-            atom(load, mP, one_stage(self.p_layout), (self.tile_c, self.hidden)),
-            atom(load, mG, one_stage(self.g_layout), (self.tile_c, self.channels)),
-            atom(load, d, one_stage(self.d_layout), (ROWS, self.tile_c)),
+            launch.tma_load(z, self.z_layout, of_z), launch.tma_load(x, self.x_layout, of_x),
+            launch.tma_load(mP, self.p_layout, (self.tile_c, self.hidden)),
+            launch.tma_load(mG, self.g_layout, (self.tile_c, self.channels)),
+            launch.tma_load(d, self.d_layout, (ROWS, self.tile_c)),
         )
-        stores = (
-            atom(store, dx, one_stage(self.x_layout), (ROWS, self.hidden)),
-            atom(store, dzn, one_stage(self.z_layout), (ROWS, self.channels)),
-        )
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        tiles = blocks * crop * batch
-        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
-        self.kernel(loads, stores, (mZStats, mXStats), mTerms, (crop, blocks, tiles)).launch(
+        stores = launch.tma_store(dx, self.x_layout, of_x), launch.tma_store(dzn, self.z_layout, of_z)
+        sizes = launch.tiles_of(mZ, ROWS)
+        ctas = cutlass.min(cute.ceil_div(sizes[2], self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, sizes).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
@@ -153,9 +141,7 @@ class TriangleMultiplicationBackBackwardSm90:
     def kernel(self, loads, stores, stats, mTerms, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, *stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, *stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sX, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.d, self.d_layout)
@@ -169,12 +155,8 @@ class TriangleMultiplicationBackBackwardSm90:
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
-        in_stages, d_stages = self.pair_stages * self.warpgroups, self.stages * self.warpgroups
-        ring, d_ring = ring_of(sm.bar_in.data_ptr(), in_stages), ring_of(sm.bar_d.data_ptr(), d_stages)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                initialise_ring(ring, in_stages)
-                initialise_ring(d_ring, d_stages)
+        bars, counts = [sm.bar_in.data_ptr(), sm.bar_d.data_ptr()], [n * self.warpgroups for n in (self.pair_stages, self.stages)]
+        ring, d_ring = start_rings(warp_idx, bars, counts)
         step_bytes = tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, step_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -201,9 +183,8 @@ class TriangleMultiplicationBackBackwardSm90:
         tDs, tDg = partition(tma_d, sD, gD, (ROWS, self.tile_c), (None, None, None, None))
         state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             # A tile beyond the last is the last again, and not stored.
-            block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(tile_of_turn(n, self.warpgroups, wg), tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
             bar = acquire_stage(ring, place, state.phase, bytes_each[0])
             cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
@@ -244,8 +225,7 @@ class TriangleMultiplicationBackBackwardSm90:
         sZ, sX, sP, sG, sPt, sGt, sMoreP, sMoreG, sD, sO = smem
         (tma_dx, gDx), (tma_dzn, gDzn) = stores
         crop, blocks, tiles = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         by_x, by_z = self.project_x.get_slice(0), self.project_z.get_slice(0)
         tX, tZ = self.project_x.make_fragment_A(by_x.partition_A(sX)), self.project_z.make_fragment_A(by_z.partition_A(sZ))
         tP, tG = self.project_x.make_fragment_B(by_x.partition_B(sP)), self.project_z.make_fragment_B(by_z.partition_B(sG))
@@ -383,40 +363,15 @@ class TriangleMultiplicationBackBackwardSm90:
     @cute.jit
     def normalise(self, acc_x, x_tile: cute.Tensor, target: cute.Tensor, of_x, tidx: Int32):
         """acc_x and x of a tile to dx, written to `target`, which may be where x lies."""
-        x = read_tile(x_tile, self.spread_x, tidx, acc_x.shape, True)
-        t = rows_view(acc_x)
-        for r in cutlass.range_constexpr(2):
-            row = cute.make_rmem_tensor(self.hidden // 4, Float32)
-            for j in cutlass.range_constexpr(self.hidden // 8):
-                two = two_columns(x, r, j)
-                row[2 * j], row[2 * j + 1] = two[0], two[1]
-            norm_gradient(t[r, None], row, of_x[0, r], of_x[1, r], self.hidden)
+        norm_gradients(acc_x, read_tile(x_tile, self.spread_x, tidx, acc_x.shape, True), of_x, self.hidden)
         write_tile(acc_x, target, self.spread_x, tidx, True)
 
 
 def build(variant: dict, config, passes: int, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
-
-    def pairs():
-        return tensor(dtype, (batch, crop, crop, channels), 8)
-
-    def stats():
-        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
-
-    def channel_major():
-        return tensor(dtype, (batch, hidden, crop, padded), 8)
-
-    return cute.compile(
-        TriangleMultiplicationBackBackwardSm90(variant, config, passes, registers),
-        pairs(), stats(), channel_major(), stats(), pairs(), matrix(dtype, hidden), matrix(dtype, channels), matrix(Float32, 4),
-        channel_major(), pairs(), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationBackBackwardSm90(variant, config, passes, registers), problem.pairs(), problem.stats(),
+        problem.channel_major(), problem.stats(), problem.pairs(), *problem.weights(problem.channels, problem.hidden),
+        problem.channel_major(), problem.pairs(), options=options,
     )

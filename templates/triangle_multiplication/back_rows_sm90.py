@@ -12,17 +12,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.rings import release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     smem_area,
@@ -30,22 +28,29 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     LOG2_E,
     MORE,
     add_residual,
+    consumer_place,
     decode,
     fetch_statistics,
     fill_more,
     follow,
+    load_tiles,
     more_of_pairs,
     pair_of_thread,
+    prefetch,
+    project_with_more,
     rounds,
     sigmoids,
+    start_rings,
     store_rounded,
+    wait_for_stores,
 )
 
-ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels read at a time
 
 
@@ -65,23 +70,15 @@ class TriangleMultiplicationBackRowsSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major, c = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR, self.tile_c
-
-        def mma(columns, source):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        self.mma = mma(c, warpgroup.OperandSource.RMEM)
-        self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
-        tiles = self.stages * self.warpgroups
-        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
-        self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
-        self.p_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.hidden), self.dtype, self.blocks)
-        self.g_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, self.channels), self.dtype, self.blocks)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, MORE), self.dtype, self.blocks)
-        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.out_stages * self.warpgroups)
+        c, tiles = self.tile_c, self.stages * self.warpgroups
+        self.mma = launch.warpgroup_mma(self.dtype, c, REGISTERS)
+        self.mma_read = launch.warpgroup_mma(self.dtype, READ_COLUMNS)  # only its fragment is used
+        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, c, self.channels), self.dtype, tiles)
+        self.x_layout = sm90.make_smem_layout_a(COL_MAJOR, (ROWS, c, self.hidden), self.dtype, tiles)
+        self.p_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, self.hidden), self.dtype, self.blocks)
+        self.g_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, self.channels), self.dtype, self.blocks)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, MORE), self.dtype, self.blocks)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, c), self.out_stages * self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -107,22 +104,16 @@ class TriangleMultiplicationBackRowsSm90:
         stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, j, C) seen as (j, C, i, B), and (B, D, i, P) as (P, D, i, B).
-        z, out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mOut))
-        x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
         loads = (
-            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
-            atom(load, x, one_stage(self.x_layout), (ROWS, self.hidden)),
-            atom(load, mP, one_stage(self.p_layout), (self.tile_c, self.hidden)),
-            atom(load, mG, one_stage(self.g_layout), (self.tile_c, self.channels)),
+            launch.tma_load(launch.of_pairs(mZ), self.z_layout, (ROWS, self.channels)),
+            launch.tma_load(launch.of_channels(mX), self.x_layout, (ROWS, self.hidden)),
+            launch.tma_load(mP, self.p_layout, (self.tile_c, self.hidden)),
+            launch.tma_load(mG, self.g_layout, (self.tile_c, self.channels)),
         )
-        stores = atom(store, out, one_stage(self.o_layout), (ROWS, self.tile_c))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        tiles = blocks * crop * batch
-        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
-        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles)).launch(
+        stores = launch.tma_store(launch.of_pairs(mOut), self.o_layout, (ROWS, self.tile_c))
+        sizes = launch.tiles_of(mZ, ROWS)
+        ctas = cutlass.min(cute.ceil_div(sizes[2], self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, sizes).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
@@ -131,9 +122,7 @@ class TriangleMultiplicationBackRowsSm90:
     def kernel(self, loads, stores, stats, mTerms, mResidual, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sX, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.o, self.o_layout)
@@ -143,12 +132,7 @@ class TriangleMultiplicationBackRowsSm90:
         fill_more(sMoreG, mTerms, 2, self.threads)
         cute.arch.fence_view_async_shared()
 
-        in_stages = self.stages * self.warpgroups
-        in_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
-        ring = ring_of(sm.bar_in.data_ptr(), in_stages)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                initialise_ring(ring, in_stages)
+        (ring,) = start_rings(warp_idx, [sm.bar_in.data_ptr()], [self.stages * self.warpgroups])
         weight_bytes = self.blocks * (tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype))
         pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -156,7 +140,7 @@ class TriangleMultiplicationBackRowsSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx < self.warpgroups:
-                self.load(ring, loads, (sZ, sX), sizes, warp_idx, in_bytes)
+                self.load(ring, loads, (sZ, sX), sizes, warp_idx)
             elif warp_idx == self.warpgroups:
                 self.load_weights(pipe_w, loads, sP, sG)
         else:
@@ -165,23 +149,13 @@ class TriangleMultiplicationBackRowsSm90:
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
-    def load(self, ring, loads, smem, sizes, wg: Int32, in_bytes: cutlass.Constexpr):
+    def load(self, ring, loads, smem, sizes, wg: Int32):
         """The tiles of one warpgroup."""
-        (tma_z, gZ), (tma_x, gX) = loads[:2]
-        sZ, sX = smem
-        crop, blocks, tiles = sizes
-        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
-        tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
-        state = producer_state(self.stages)
-        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = decode(tile, crop, blocks)
-            place = wg * self.stages + state.index
-            bar = acquire_stage(ring, place, state.phase, in_bytes)
-            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-            cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
-            state.advance()
-        drain_ring(ring, wg, state, self.stages)
+        copies, widths = [], (self.channels, self.hidden)
+        for (tma, given), tiles, width in zip(loads[:2], smem, widths, strict=True):
+            copies.append((tma, *partition(tma, tiles, given, (ROWS, width), (None, 0, None, None))))
+        stage_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
+        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.stages, stage_bytes)
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sP, sG):
@@ -201,8 +175,7 @@ class TriangleMultiplicationBackRowsSm90:
         sZ, sX, sP, sG, sMoreP, sMoreG, sO = smem
         mZStats, mXStats = stats
         crop, blocks, tiles = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         mma, (tma, gO) = self.mma, stores
         weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
         shape = mma.partition_shape_C((ROWS, self.tile_c))
@@ -252,19 +225,14 @@ class TriangleMultiplicationBackRowsSm90:
                 buffer = wg * self.out_stages + c % self.out_stages
                 store_rounded(rounded, sO, buffer, self.out_stages, mma, tma, target, wg, tidx, False)
             block, i, batch = next_block, next_i, next_batch
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait_for_stores(tidx)
 
     @cute.jit
     def start(self, mma, accs, operands, weights, c: cutlass.Constexpr):
         """Issue the products of block c of the weights' rows."""
         warpgroup.fence()
-        for t, width in ((0, self.hidden), (1, self.channels)):
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            cute.gemm(mma, accs[t], operands[2 + t][None, None, 0], weights[2 + t][None, None, 0, c], accs[t])
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-            for step in cutlass.range_constexpr(width // 16):
-                cute.gemm(mma, accs[t], operands[t][None, None, step], weights[t][None, None, step, c], accs[t])
+        for t in cutlass.range_constexpr(2):
+            project_with_more(mma, accs[t], (operands[t], operands[2 + t]), (weights[t], weights[2 + t]), c)
         warpgroup.commit_group()
 
     @cute.jit
@@ -283,25 +251,9 @@ class TriangleMultiplicationBackRowsSm90:
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int = 8, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
-
-    def pairs():
-        return tensor(dtype, (batch, crop, crop, channels))
-
-    def stats():
-        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
-
-    return cute.compile(
-        TriangleMultiplicationBackRowsSm90(variant, config, registers),
-        pairs(), stats(), tensor(dtype, (batch, hidden, crop, padded)), matrix(dtype, hidden), matrix(dtype, channels),
-        matrix(Float32, 4), pairs() if variant["residual"] else None, pairs(), stats() if variant["stats"] else None,
-        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationBackRowsSm90(variant, config, registers), problem.pairs(), problem.stats(), problem.channel_major(),
+        *problem.weights(problem.channels, problem.hidden), problem.pairs() if variant["residual"] else None, problem.pairs(),
+        problem.stats() if variant["stats"] else None, Float32(1e-5), options=options,
     )

@@ -22,8 +22,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
@@ -32,7 +31,6 @@ from tpf_jit.templates.common.tiles import read_tile, two_columns
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     release_after_reads,
@@ -41,9 +39,20 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, add_residual, decode, fetch_terms, follow
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, MN_MAJOR, ROW_MAJOR, ROWS
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    add_residual,
+    consumer_place,
+    decode,
+    fetch_terms,
+    follow,
+    pair_of_thread,
+    prefetch,
+    wait_for_stores,
+)
 
-ROWS = 64  # pairs of one tile: the M of wgmma
 STATS_COLUMNS = 32  # channels of x whose statistics are taken at a time
 
 
@@ -64,23 +73,14 @@ class TriangleMultiplicationBackSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         c, k, tiles = self.tile_c, self.tile_k, self.stages * self.warpgroups
-        self.mma_g, self.mma_x = (
-            sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, major, OperandMajorMode.K, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, c),
-            )
-            for major in (OperandMajorMode.K, OperandMajorMode.MN)
-        )
+        self.mma_g, self.mma_x = launch.warpgroup_mma(self.dtype, c), launch.warpgroup_mma(self.dtype, c, a_major=MN_MAJOR)
         # Only its fragment is used: x in the layout of an accumulator.
-        self.mma_stats = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, STATS_COLUMNS),
-        )
-        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, c, self.channels), self.dtype, tiles)
-        self.x_layout = sm90.make_smem_layout_a(col_major, (ROWS, c, self.hidden), self.dtype, tiles)
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, c, k), self.dtype, self.w_stages)
-        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), self.warpgroups)
+        self.mma_stats = launch.warpgroup_mma(self.dtype, STATS_COLUMNS)
+        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, c, self.channels), self.dtype, tiles)
+        self.x_layout = sm90.make_smem_layout_a(COL_MAJOR, (ROWS, c, self.hidden), self.dtype, tiles)
+        self.w_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, c, k), self.dtype, self.w_stages)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, c), self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -104,22 +104,16 @@ class TriangleMultiplicationBackSm90:
         stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, j, C) seen as (j, C, i, B), and (B, D, i, P) as (P, D, i, B).
-        z, out = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mOut))
-        x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
         weights = (self.tile_c, self.tile_k)
         loads = (
-            atom(load, z, one_stage(self.z_layout), (ROWS, self.channels)),
-            atom(load, x, one_stage(self.x_layout), (ROWS, self.hidden)),
-            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            launch.tma_load(launch.of_pairs(mZ), self.z_layout, (ROWS, self.channels)),
+            launch.tma_load(launch.of_channels(mX), self.x_layout, (ROWS, self.hidden)),
+            launch.tma_load(mP, self.w_layout, weights), launch.tma_load(mG, self.w_layout, weights),
         )
-        stores = atom(store, out, one_stage(self.o_layout), (ROWS, self.tile_c))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        tiles = blocks * crop * batch
-        tasks = cute.ceil_div(tiles, self.warpgroups)
-        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (crop, blocks, tiles, tasks)).launch(
+        stores = launch.tma_store(launch.of_pairs(mOut), self.o_layout, (ROWS, self.tile_c))
+        sizes = launch.tiles_of(mZ, ROWS)
+        tasks = cute.ceil_div(sizes[2], self.warpgroups)
+        self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, (*sizes, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )
@@ -129,9 +123,7 @@ class TriangleMultiplicationBackSm90:
     def kernel(self, loads, stores, stats, mTerms, mResidual, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sX = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout)
@@ -196,8 +188,7 @@ class TriangleMultiplicationBackSm90:
         sZ, sX, sW, sO, sTerms = smem
         mZStats, mXStats = stats
         crop, blocks, tiles, tasks = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         mma_g, mma_x, (tma, gO) = self.mma_g, self.mma_x, stores
         tZ = mma_g.make_fragment_A(mma_g.get_slice(0).partition_A(sZ))
         tX = mma_x.make_fragment_A(mma_x.get_slice(0).partition_A(sX))
@@ -211,7 +202,7 @@ class TriangleMultiplicationBackSm90:
             place = state.index * self.warpgroups + wg
             # Of this thread's two pairs: mean and rstd of z, of x.
             of_pair = cute.make_rmem_tensor((2, 4), Float32)
-            first = block * ROWS + (tidx // 32) * 16 + (tidx % 32) // 4
+            first = block * ROWS + pair_of_thread(0, tidx)
             for r in cutlass.range_constexpr(2):
                 two = read_statistics(mZStats, (batch, i, first + 8 * r), crop)
                 of_pair[r, 0], of_pair[r, 1] = two[0], two[1]
@@ -252,8 +243,7 @@ class TriangleMultiplicationBackSm90:
                     store_tile(rounded, mma_g, tidx, wg, sO, tma, target)
             release_after_reads(pipe, state)
             state.advance()
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait_for_stores(tidx)
 
     @cute.jit
     def statistics(self, x_tile: cute.Tensor, of_pair, eps: Float32, tidx: Int32):
@@ -295,25 +285,9 @@ class TriangleMultiplicationBackSm90:
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int = 8, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (channels, columns), (columns, 1), assumed_align=16)
-
-    def pairs():
-        return tensor(dtype, (batch, crop, crop, channels))
-
-    def stats():
-        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
-
-    return cute.compile(
-        TriangleMultiplicationBackSm90(variant, config, registers),
-        pairs(), stats(), tensor(dtype, (batch, hidden, crop, padded)), matrix(dtype, hidden), matrix(dtype, channels),
-        matrix(Float32, 4), pairs() if variant["residual"] else None, pairs(), stats() if variant["stats"] else None,
-        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationBackSm90(variant, config, registers), problem.pairs(), problem.stats(), problem.channel_major(),
+        *problem.weights(problem.channels, problem.hidden), problem.pairs() if variant["residual"] else None, problem.pairs(),
+        problem.stats() if variant["stats"] else None, Float32(1e-5), options=options,
     )

@@ -25,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tpf_jit.templates.common.fragments import DTYPES
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import compiled, dense
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow
 
 WARPS = 8  # of a CTA of the first launch
@@ -209,12 +210,6 @@ def build(variant: dict, rows: int, options: str):
     kind, norm_kind = DTYPES[variant["weight_dtype"]], DTYPES[variant["norm_dtype"]]
     channels, hidden = variant["channels"], variant["hidden"]
 
-    def dense(dtype, *shape, align: int = 16):
-        strides = [1]
-        for size in shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        return cute.runtime.make_fake_tensor(dtype, shape, tuple(strides), assumed_align=align)
-
     shapes = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
     norms = (channels, channels, hidden, hidden)
     # A caller's weights may lie anywhere, as parts of one flat buffer do.
@@ -225,8 +220,8 @@ def build(variant: dict, rows: int, options: str):
     for size, columns in ((2 * hidden, 2 * channels), (channels, hidden + channels)):
         splits = cute.sym_int()
         sums += [dense(Float32, splits, size, columns), dense(Float32, splits, size, 2)]
-    return cute.compile(
+    return compiled(
         TriangleMultiplicationFinishSm90(variant, rows), *matrices, *vectors, *sums, *gradients, *vector_gradients, *biases,
         dense(Float32, (4 * hidden + channels) // rows, 2, channels), dense(Float32, channels // rows, 2, hidden),
-        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+        options=options,
     )

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from tpf_jit.templates.common.fragments import DTYPES
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import compiled, dense
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow
 
 WARPS = 8  # of one CTA
@@ -125,18 +126,12 @@ def build(variant: dict, options: str):
     """Compile the kernel of a variant; returns the DSL's compiled function."""
     kind, channels, hidden = DTYPES[variant["weight_dtype"]], variant["channels"], variant["hidden"]
 
-    def matrix(dtype, rows: int, columns: int, align: int = 16):
-        return cute.runtime.make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=align)
-
-    def vector(size: int):
-        return cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=4)
-
     shapes = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
-    biases = [vector(rows) if variant["bias"] else None for rows, _ in shapes]
-    return cute.compile(
-        # A caller's weights may lie anywhere, as parts of one flat buffer do.
-        TriangleMultiplicationFoldSm90(variant), *(matrix(kind, *shape, kind.width // 8) for shape in shapes),
-        vector(channels), vector(channels), vector(hidden), vector(hidden), *biases,
-        *(matrix(BFloat16, *shape) for shape in shapes), matrix(Float32, 2 * hidden, 4), matrix(Float32, channels, 4),
-        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    # A caller's weights may lie anywhere, as parts of one flat buffer do.
+    matrices = [dense(kind, *shape, align=kind.width // 8) for shape in shapes]
+    norms = [dense(Float32, size, align=4) for size in (channels, channels, hidden, hidden)]
+    biases = [dense(Float32, rows, align=4) if variant["bias"] else None for rows, _ in shapes]
+    return compiled(
+        TriangleMultiplicationFoldSm90(variant), *matrices, *norms, *biases, *(dense(BFloat16, *shape) for shape in shapes),
+        dense(Float32, 2 * hidden, 4), dense(Float32, channels, 4), options=options,
     )

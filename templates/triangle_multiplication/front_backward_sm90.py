@@ -26,18 +26,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.norm import norm_gradient
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand, read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     smem_area,
@@ -45,20 +42,26 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, MN_MAJOR, REGISTERS, ROW_MAJOR, ROWS, SHARED
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     LOG2_E,
     MORE,
+    consumer_place,
     decode,
     fetch_statistics,
     fill_more,
     follow,
     more_of_pairs,
+    norm_gradients,
     pair_of_thread,
+    prefetch,
     rounds,
     sigmoids,
+    start_rings,
+    tile_of_turn,
 )
 
-ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
 UNROLLED = 8  # steps, at most
 
@@ -81,33 +84,24 @@ class TriangleMultiplicationFrontBackwardSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         c, h, tiles = self.channels, self.tile_h, self.pair_stages * self.warpgroups
-
-        def mma(b_major, columns, source):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        sources = warpgroup.OperandSource
-        self.project = mma(OperandMajorMode.K, 2 * h, sources.RMEM if self.in_registers else sources.SMEM)
-        self.project_more = mma(OperandMajorMode.K, 2 * h, sources.RMEM)
-        self.read_d = mma(OperandMajorMode.K, h, sources.SMEM)  # of this and the next, only the fragment is used
-        self.read = mma(OperandMajorMode.K, READ_COLUMNS, sources.SMEM)
-        self.spread = mma(OperandMajorMode.MN, c, sources.RMEM)
-        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, c), self.dtype, tiles)
-        self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, c), tiles)
+        self.project = launch.warpgroup_mma(self.dtype, 2 * h, REGISTERS if self.in_registers else SHARED)
+        self.project_more = launch.warpgroup_mma(self.dtype, 2 * h, REGISTERS)
+        # Of these two only the fragments are used.
+        self.read_d, self.read = (launch.warpgroup_mma(self.dtype, columns) for columns in (h, READ_COLUMNS))
+        self.spread = launch.warpgroup_mma(self.dtype, c, REGISTERS, b_major=MN_MAJOR)
+        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, h, c), self.dtype, tiles)
+        self.t_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, c), tiles)
         # A step's weights are the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
         # at a time, which is as wide as the layout's swizzle.
         self.chunk = 64 if c % 64 == 0 else 32
         self.chunks = c // self.chunk
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, c), self.dtype, self.w_stages)
-        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, c, 2 * h), self.dtype, self.w_stages)
+        self.w_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, c), self.dtype, self.w_stages)
+        self.wt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, c, 2 * h), self.dtype, self.w_stages)
         halves = 2 * self.chunks * self.w_stages
-        self.half_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.chunk), self.dtype, halves)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, MORE), self.dtype, self.steps)
-        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (h, ROWS), self.stages * self.warpgroups)
+        self.half_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, h, self.chunk), self.dtype, halves)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, MORE), self.dtype, self.steps)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (h, ROWS), self.stages * self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -131,24 +125,17 @@ class TriangleMultiplicationFrontBackwardSm90:
         mP: cute.Tensor, mG: cute.Tensor, mTerms: cute.Tensor, mDz: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
-        z, dzn, dz = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mDzn, mDz))
-        d = cute.make_tensor(mD.iterator, cute.make_layout(
-            (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
-        ))
-        pairs, half, weights = (ROWS, self.channels), one_stage(self.half_layout), (self.tile_h, self.chunk)
+        z, dzn, dz = (launch.of_pairs(t) for t in (mZ, mDzn, mDz))
+        pairs, weights = (ROWS, self.channels), (self.tile_h, self.chunk)
         loads = (
-            atom(load, z, one_stage(self.z_layout), pairs), atom(load, dzn, one_stage(self.t_layout), pairs),
-            atom(load, mP, half, weights), atom(load, mG, half, weights),
-            atom(load, d, one_stage(self.d_layout), (self.tile_h, ROWS)),
+            launch.tma_load(z, self.z_layout, pairs), launch.tma_load(dzn, self.t_layout, pairs),
+            launch.tma_load(mP, self.half_layout, weights), launch.tma_load(mG, self.half_layout, weights),
+            launch.tma_load(launch.of_factors(mD), self.d_layout, (self.tile_h, ROWS)),
         )
-        stores = atom(store, dz, one_stage(self.t_layout), pairs)
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        tiles = blocks * crop * batch
-        ctas = cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
-        self.kernel(loads, stores, (mStats, mMask), mTerms, (crop, blocks, tiles)).launch(
+        stores = launch.tma_store(dz, self.t_layout, pairs)
+        sizes = launch.tiles_of(mZ, ROWS)
+        ctas = cutlass.min(cute.ceil_div(sizes[2], self.warpgroups), num_ctas)
+        self.kernel(loads, stores, (mStats, mMask), mTerms, sizes).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
@@ -157,9 +144,7 @@ class TriangleMultiplicationFrontBackwardSm90:
     def kernel(self, loads, stores, per_pair, mTerms, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sT, sD = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.t, self.t_layout), smem_tensor(sm.d, self.d_layout)
@@ -171,12 +156,8 @@ class TriangleMultiplicationFrontBackwardSm90:
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
-        in_stages, d_stages = self.pair_stages * self.warpgroups, self.stages * self.warpgroups
-        ring, d_ring = ring_of(sm.bar_in.data_ptr(), in_stages), ring_of(sm.bar_d.data_ptr(), d_stages)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                initialise_ring(ring, in_stages)
-                initialise_ring(d_ring, d_stages)
+        bars, counts = [sm.bar_in.data_ptr(), sm.bar_d.data_ptr()], [n * self.warpgroups for n in (self.pair_stages, self.stages)]
+        ring, d_ring = start_rings(warp_idx, bars, counts)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, tile_bytes(self.w_layout, self.dtype), 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
@@ -203,9 +184,8 @@ class TriangleMultiplicationFrontBackwardSm90:
         tDs, tDg = partition(tma_d, sD, gD, (self.tile_h, ROWS), (None, None, None, None))
         state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
             # A tile beyond the last is the last again, and not stored.
-            block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
+            block, i, batch = decode(cutlass.min(tile_of_turn(n, self.warpgroups, wg), tiles - 1), crop, blocks)
             place = wg * self.pair_stages + state.index
             bar = acquire_stage(ring, place, state.phase, bytes_each[0])
             cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
@@ -245,8 +225,7 @@ class TriangleMultiplicationFrontBackwardSm90:
         ring, d_ring, pipe_w = pipes
         sZ, sT, sW, sWt, sMore, sD = smem
         crop, blocks, tiles = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         project, spread, (tma, gDz) = self.project, self.spread, stores
         tZ = None
         if const_expr(not self.in_registers):
@@ -385,35 +364,15 @@ class TriangleMultiplicationFrontBackwardSm90:
             for j in cutlass.range_constexpr(self.channels // 8):
                 two = two_columns(given, r, j)
                 t[r, 2 * j], t[r, 2 * j + 1] = t[r, 2 * j] + two[0], t[r, 2 * j + 1] + two[1]
-        z = read_tile(z_tile, self.spread, tidx, shape, False)
-        for r in cutlass.range_constexpr(2):
-            row = cute.make_rmem_tensor(self.channels // 4, Float32)
-            for j in cutlass.range_constexpr(self.channels // 8):
-                two = two_columns(z, r, j)
-                row[2 * j], row[2 * j + 1] = two[0], two[1]
-            norm_gradient(t[r, None], row, of_pair[0, r], of_pair[1, r], self.channels)
+        norm_gradients(acc_t, read_tile(z_tile, self.spread, tidx, shape, False), of_pair, self.channels)
         write_tile(acc_t, t_tile, self.spread, tidx, False)
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
-
-    def pairs():
-        return tensor(dtype, (batch, crop, crop, channels), 8)
-
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
-    return cute.compile(
-        TriangleMultiplicationFrontBackwardSm90(variant, config, registers),
-        pairs(), tensor(Float32, (batch, crop, crop, 2), 2, 8), mask, tensor(dtype, (batch, 2, hidden, crop, padded), 8), pairs(),
-        matrix(dtype, channels), matrix(dtype, channels), matrix(Float32, 4), pairs(),
-        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationFrontBackwardSm90(variant, config, registers), problem.pairs(), problem.stats(), problem.mask(),
+        problem.factors(), problem.pairs(), *problem.weights(2 * problem.hidden, problem.channels), problem.pairs(),
+        options=options,
     )

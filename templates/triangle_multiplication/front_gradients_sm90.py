@@ -20,8 +20,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
@@ -29,7 +28,6 @@ from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     release_after_reads,
@@ -38,21 +36,25 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.config_gradients import CHANNELS, LAUNCH_ROWS
 from tpf_jit.templates.triangle_multiplication.gradients_sm90 import (
     READ_COLUMNS,
-    ROWS,
     differentiate_rows,
     fetch_pairs,
+    start_fetched,
     store_rows,
 )
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, MN_MAJOR, REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     MORE,
+    consumer_place,
     decode,
     deviation,
     fill_more,
     follow,
     pair_of_thread,
+    prefetch,
     shares_of_more,
 )
 
@@ -73,30 +75,22 @@ class TriangleMultiplicationFrontGradientsSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-        def mma(a_major, b_major, columns, source):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, a_major, b_major, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        self.project = mma(k_major, k_major, ROWS, shared)
-        self.sum, self.sum_more = (mma(k_major, mn_major, columns, registers) for columns in (CHANNELS, MORE))
-        self.spread = mma(mn_major, mn_major, HALF, shared)
-        self.read = mma(k_major, k_major, READ_COLUMNS, shared)  # of this, only the fragment is used
-        self.w_layout = sm90.make_smem_layout_a(row_major, (ROWS, ROWS, CHANNELS), self.dtype, WARPGROUPS)
-        self.wt_layout = sm90.make_smem_layout_b(col_major, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
-        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, ROWS, CHANNELS), self.dtype, self.stages)
-        self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, CHANNELS, ROWS), self.dtype, self.stages)
-        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, ROWS), self.stages * WARPGROUPS)
-        self.t_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, HALF), self.stages * WARPGROUPS)
-        self.a_layout = sm90.make_smem_layout_a(col_major, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, ROWS, MORE), self.dtype, self.stages)
-        self.more_t_layout = sm90.make_smem_layout_b(col_major, (ROWS, MORE, ROWS), self.dtype, self.stages)
-        self.more_w_layout = sm90.make_smem_layout_a(row_major, (ROWS, ROWS, MORE), self.dtype, WARPGROUPS)
+        self.project = launch.warpgroup_mma(self.dtype, ROWS)
+        self.sum, self.sum_more = (
+            launch.warpgroup_mma(self.dtype, columns, REGISTERS, b_major=MN_MAJOR) for columns in (CHANNELS, MORE)
+        )
+        self.spread = launch.warpgroup_mma(self.dtype, HALF, a_major=MN_MAJOR, b_major=MN_MAJOR)
+        self.read = launch.warpgroup_mma(self.dtype, READ_COLUMNS)  # of this, only the fragment is used
+        self.w_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, ROWS, CHANNELS), self.dtype, WARPGROUPS)
+        self.wt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
+        self.z_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, ROWS, CHANNELS), self.dtype, self.stages)
+        self.zt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, CHANNELS, ROWS), self.dtype, self.stages)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, ROWS), self.stages * WARPGROUPS)
+        self.t_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, HALF), self.stages * WARPGROUPS)
+        self.a_layout = sm90.make_smem_layout_a(COL_MAJOR, (ROWS, HALF, ROWS), self.dtype, 2 * WARPGROUPS)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, ROWS, MORE), self.dtype, self.stages)
+        self.more_t_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, MORE, ROWS), self.dtype, self.stages)
+        self.more_w_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, ROWS, MORE), self.dtype, WARPGROUPS)
 
     def _storage(self):
         @cute.struct
@@ -128,24 +122,19 @@ class TriangleMultiplicationFrontGradientsSm90:
         splits: Int32, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
-        z, dzn, dz = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mZ, mDzn, mDz))
-        d = cute.make_tensor(mD.iterator, cute.make_layout(
-            (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
-        ))
-        half, weights = one_stage(self.t_layout), (ROWS, CHANNELS)
+        z, dzn, dz = (launch.of_pairs(t) for t in (mZ, mDzn, mDz))
+        half, weights = (ROWS, HALF), (ROWS, CHANNELS)
         loads = (
-            atom(load, z, one_stage(self.z_layout), (ROWS, CHANNELS)), atom(load, d, one_stage(self.d_layout), (ROWS, ROWS)),
-            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            launch.tma_load(z, self.z_layout, (ROWS, CHANNELS)),
+            launch.tma_load(launch.of_factors(mD), self.d_layout, (ROWS, ROWS)),
+            launch.tma_load(mP, self.w_layout, weights), launch.tma_load(mG, self.w_layout, weights),
         )
-        stores = atom(store, dz, half, (ROWS, HALF))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        sizes = (crop, blocks, blocks * crop * batch, splits)
+        stores = launch.tma_store(dz, self.t_layout, half)
+        # Made before the first launch: tracing it, `_setup` makes the layouts those of the device region.
+        given = [launch.tma_load(dz if first > 0 else dzn, self.t_layout, half) for first in range(self.launches)]
+        sizes = (*launch.tiles_of(mZ, ROWS), splits)
         for first in cutlass.range_constexpr(self.launches):
-            given = atom(load, dz if const_expr(first > 0) else dzn, half, (ROWS, HALF))
-            self.kernel((*loads, given), stores, (mStats, None, mMask), mTerms, (mPlanes, mSums), first, sizes).launch(
+            self.kernel((*loads, given[first]), stores, (mStats, None, mMask), mTerms, (mPlanes, mSums), first, sizes).launch(
                 grid=(splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
             )
 
@@ -154,9 +143,7 @@ class TriangleMultiplicationFrontGradientsSm90:
     def kernel(self, loads, stores, per_pair, mTerms, results, first: cutlass.Constexpr, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sP, sG = smem_tensor(sm.p, self.w_layout), smem_tensor(sm.g, self.w_layout)
@@ -173,11 +160,7 @@ class TriangleMultiplicationFrontGradientsSm90:
         fill_more(sMoreG, mTerms, 2, self.threads, first * LAUNCH_ROWS)
         cute.arch.fence_view_async_shared()
         fetched, warps = sm.bar_pairs.data_ptr(), 4 * WARPGROUPS
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(fetched + i, 32)  # every thread, as racecheck sees no order between lanes
-                    cute.arch.mbarrier_init(fetched + (self.stages + i), 32 * warps)
+        start_fetched(warp_idx, fetched, self.stages, warps)
         stage_bytes = tile_bytes(self.z_layout, self.dtype)
         stage_bytes = stage_bytes + WARPGROUPS * (tile_bytes(self.d_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype))
         pipe_w = tma_ring(sm.bar_w, 1, 2 * WARPGROUPS * tile_bytes(self.w_layout, self.dtype), warps)
@@ -231,8 +214,7 @@ class TriangleMultiplicationFrontGradientsSm90:
         sP, sG, sPt, sGt, sZ, sZt, sD, sT, sA, sMore, sMoreT, sMoreP, sMoreG, sPairs, sTotals, sMeans = tiles
         crop, blocks, count, splits = sizes
         split = cute.arch.block_idx()[0]
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         project, summed, spread, (tma, gOut) = self.project, self.sum, self.spread, stores
         by = project.get_slice(0)
         rows = [project.make_fragment_A(by.partition_A(t)) for t in (sP, sG, sMoreP, sMoreG)]
@@ -389,28 +371,10 @@ def store_fragment(frag, tile: cute.Tensor, tiled_mma, tidx: Int32):
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, hidden = DTYPES[variant["dtype"]], variant["hidden"]
-    batch, crop, padded, splits = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
-
-    def planes(width: int):
-        return cute.runtime.make_fake_tensor(
-            Float32, (splits, 2 * hidden, width), (2 * hidden * width, width, 1), assumed_align=16
-        )
-
-    def pairs():
-        return tensor(dtype, (batch, crop, crop, CHANNELS), 8)
-
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
-    return cute.compile(
-        TriangleMultiplicationFrontGradientsSm90(variant, config, registers),
-        pairs(), tensor(Float32, (batch, crop, crop, 2), 2, 8), mask, tensor(dtype, (batch, 2, hidden, crop, padded), 8), pairs(),
-        matrix(dtype, CHANNELS), matrix(dtype, CHANNELS), matrix(Float32, 4), pairs(), planes(2 * CHANNELS), planes(2),
-        Int32(1), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    rows = 2 * problem.hidden
+    return launch.compiled(
+        TriangleMultiplicationFrontGradientsSm90(variant, config, registers), problem.pairs(), problem.stats(), problem.mask(),
+        problem.factors(), problem.pairs(), *problem.weights(rows, CHANNELS), problem.pairs(), *problem.sums(rows, CHANNELS),
+        Int32(1), options=options,
     )

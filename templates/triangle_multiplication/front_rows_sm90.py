@@ -17,17 +17,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, release_stage, ring_of, wait_stage
+from tpf_jit.templates.common.rings import release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     smem_area,
@@ -35,20 +33,28 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     LOG2_E,
     MORE,
+    consumer_place,
     decode,
     fill_more,
     follow,
+    load_tiles,
     more_of_pairs,
     pair_of_thread,
+    prefetch,
+    project_with_more,
     rounds,
     sigmoids,
+    start_rings,
     store_rounded,
+    tile_of_turn,
+    wait_for_stores,
 )
 
-ROWS = 64  # pairs of one tile: the M of wgmma
 READ_COLUMNS = 32  # channels of z read at a time
 
 
@@ -67,26 +73,19 @@ class TriangleMultiplicationFrontRowsSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, h = LayoutEnum.ROW_MAJOR, self.tile_h
-
-        def mma(columns, source):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        self.mma = mma(2 * h, warpgroup.OperandSource.RMEM)
-        self.mma_read = mma(READ_COLUMNS, warpgroup.OperandSource.SMEM)  # only its fragment is used
-        self.mma_stored = mma(self.piece, warpgroup.OperandSource.SMEM)
-        self.z_layout = sm90.make_smem_layout_a(row_major, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
+        h = self.tile_h
+        self.mma = launch.warpgroup_mma(self.dtype, 2 * h, REGISTERS)
+        # Of these two only the fragment is used.
+        self.mma_read, self.mma_stored = (launch.warpgroup_mma(self.dtype, columns) for columns in (READ_COLUMNS, self.piece))
+        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
         # A block of weights is the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
         # at a time, which is as wide as the layout's swizzle.
         self.chunk = 64 if self.channels % 64 == 0 else 32
         self.chunks = self.channels // self.chunk
-        self.w_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, self.channels), self.dtype, self.blocks)
-        self.half_layout = sm90.make_smem_layout_b(row_major, (ROWS, h, self.chunk), self.dtype, 2 * self.chunks * self.blocks)
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, 2 * h, MORE), self.dtype, self.blocks)
-        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (self.piece, ROWS), self.out_stages * self.warpgroups)
+        self.w_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, self.channels), self.dtype, self.blocks)
+        self.half_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, h, self.chunk), self.dtype, 2 * self.chunks * self.blocks)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, MORE), self.dtype, self.blocks)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (self.piece, ROWS), self.out_stages * self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -109,8 +108,7 @@ class TriangleMultiplicationFrontRowsSm90:
     ):
         self._setup()
         load_z, stores, sizes, ctas = self.tiles(mZ, mFactors, num_ctas)
-        load, half, weights = cpasync.CopyBulkTensorTileG2SOp(), one_stage(self.half_layout), (self.tile_h, self.chunk)
-        loads = load_z, *(cpasync.make_tiled_tma_atom(load, w, half, weights) for w in (mP, mG))
+        loads = load_z, *(launch.tma_load(w, self.half_layout, (self.tile_h, self.chunk)) for w in (mP, mG))
         self.kernel(loads, stores, (mMask, mStats), mTerms, eps, sizes).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
@@ -118,27 +116,17 @@ class TriangleMultiplicationFrontRowsSm90:
     @cute.jit
     def tiles(self, mZ: cute.Tensor, mFactors: cute.Tensor, num_ctas: Int32):
         """How tiles of z are loaded and those of the factors stored, what there is of them, and the grid."""
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        # (B, i, k, C) seen as (k, C, i, B), and (B, 2, D, i, P) as (2 D, P, i, B): a and b lie behind each other.
-        z, f = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0])), mFactors
-        factors = cute.make_tensor(f.iterator, cute.make_layout(
-            (self.rows, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
-        ))
-        load_z = atom(load, z, one_stage(self.z_layout), (ROWS, self.channels))
-        stores = atom(store, factors, one_stage(self.o_layout), (self.piece, ROWS))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, ROWS)
-        tiles = blocks * crop * batch
-        return load_z, stores, (crop, blocks, tiles), cutlass.min(cute.ceil_div(tiles, self.warpgroups), num_ctas)
+        load_z = launch.tma_load(launch.of_pairs(mZ), self.z_layout, (ROWS, self.channels))
+        stores = launch.tma_store(launch.of_factors(mFactors), self.o_layout, (self.piece, ROWS))
+        sizes = launch.tiles_of(mZ, ROWS)
+        return load_z, stores, sizes, cutlass.min(cute.ceil_div(sizes[2], self.warpgroups), num_ctas)
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
     def kernel(self, loads, stores, per_pair, mTerms, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
@@ -148,11 +136,7 @@ class TriangleMultiplicationFrontRowsSm90:
             fill_more(sMore, mTerms, 2 * part, self.threads, 0, part, 2)
         cute.arch.fence_view_async_shared()
 
-        z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
-        ring = ring_of(sm.bar_z.data_ptr(), z_stages)
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                initialise_ring(ring, z_stages)
+        (ring,) = start_rings(warp_idx, [sm.bar_z.data_ptr()], [self.z_stages * self.warpgroups])
         weight_bytes = self.blocks * tile_bytes(self.w_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -162,27 +146,18 @@ class TriangleMultiplicationFrontRowsSm90:
             if warp_idx == 0:
                 self.load_weights(pipe_w, loads, sHalves)
             if warp_idx < self.warpgroups:
-                self.load(ring, loads[0], sZ, sizes, warp_idx, z_bytes)
+                self.load(ring, loads[0], sZ, sizes, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.project(ring, pipe_w, (sZ, sW, sMore, sO), per_pair, stores, eps, sizes)
 
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
-    def load(self, ring, load_z, sZ, sizes, wg: Int32, z_bytes: cutlass.Constexpr):
+    def load(self, ring, load_z, sZ, sizes, wg: Int32):
         """The tiles of one warpgroup."""
-        tma_z, gZ = load_z
-        crop, blocks, tiles = sizes
-        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
-        state = producer_state(self.z_stages)
-        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = decode(tile, crop, blocks)
-            place = wg * self.z_stages + state.index
-            bar = acquire_stage(ring, place, state.phase, z_bytes)
-            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-            state.advance()
-        drain_ring(ring, wg, state, self.z_stages)
+        tma, gZ = load_z
+        copies = [(tma, *partition(tma, sZ, gZ, (ROWS, self.channels), (None, 0, None, None)))]
+        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.z_stages, tile_bytes(self.z_layout, self.dtype))
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sHalves):
@@ -204,8 +179,7 @@ class TriangleMultiplicationFrontRowsSm90:
         sZ, sW, sMore, sO = smem
         mMask, mStats = per_pair
         crop, blocks, tiles = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         mma = self.mma
         weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sW, sMore)]
         shape = mma.partition_shape_C((ROWS, 2 * self.tile_h))
@@ -215,8 +189,7 @@ class TriangleMultiplicationFrontRowsSm90:
         if const_expr(pipe_w is not None):
             pipe_w.consumer_wait(consumer_state(1))
         for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
-            tile = (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * self.warpgroups + wg
-            block, i, batch = decode(tile, crop, blocks)
+            block, i, batch = decode(tile_of_turn(n, self.warpgroups, wg), crop, blocks)
             place = wg * self.z_stages + state.index
             wait_stage(ring, place, state.phase)
             frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
@@ -234,18 +207,13 @@ class TriangleMultiplicationFrontRowsSm90:
                 warpgroup.wait_group(min(self.sets, self.blocks - b) - 1)
                 whole = (block + 1) * ROWS <= crop
                 self.finish(accs[b % self.sets], of_pair, whole, sO, stores, (b, block, i, batch), wg, tidx)
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait_for_stores(tidx)
 
     @cute.jit
     def start(self, mma, acc, z, weights, b: cutlass.Constexpr):
         """Issue the products of block b of the weights' rows."""
         warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        cute.gemm(mma, acc, z[1][None, None, 0], weights[1][None, None, 0, b], acc)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        for step in cutlass.range_constexpr(self.channels // 16):
-            cute.gemm(mma, acc, z[0][None, None, step], weights[0][None, None, step, b], acc)
+        project_with_more(mma, acc, z, weights, b)
         warpgroup.commit_group()
 
     @cute.jit
@@ -307,20 +275,9 @@ class TriangleMultiplicationFrontRowsSm90:
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
-
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
-    return cute.compile(
-        TriangleMultiplicationFrontRowsSm90(variant, config, registers),
-        tensor(dtype, (batch, crop, crop, channels), 8), mask, matrix(dtype, channels), matrix(dtype, channels),
-        matrix(Float32, 4), tensor(dtype, (batch, 2, hidden, crop, padded), 8), tensor(Float32, (batch, crop, crop, 2), 2, 8),
-        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationFrontRowsSm90(variant, config, registers), problem.pairs(), problem.mask(),
+        *problem.weights(2 * problem.hidden, problem.channels), problem.factors(), problem.stats(), Float32(1e-5),
+        options=options,
     )

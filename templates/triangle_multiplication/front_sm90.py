@@ -26,8 +26,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
@@ -35,7 +34,6 @@ from tpf_jit.templates.common.norm import VECTOR, keep_statistics, pair_statisti
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     release_after_reads,
@@ -44,9 +42,17 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, fetch_terms, follow
-
-ROWS = 64  # channels of one product: the M of wgmma
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import ROW_MAJOR, ROWS
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    LOG2_E,
+    consumer_place,
+    decode,
+    fetch_terms,
+    follow,
+    prefetch,
+    wait_for_stores,
+)
 
 
 class TriangleMultiplicationFrontSm90:
@@ -66,14 +72,11 @@ class TriangleMultiplicationFrontSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, n, k = LayoutEnum.ROW_MAJOR, self.tile_n, self.tile_k
-        self.mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, n),
-        )
-        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.channels), self.dtype, self.z_stages * self.warpgroups)
-        self.w_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, k), self.dtype, self.w_stages)
-        self.o_layout = sm90.make_smem_layout_epi(self.dtype, row_major, (ROWS, n), self.warpgroups)
+        n, k = self.tile_n, self.tile_k
+        self.mma = launch.warpgroup_mma(self.dtype, n)
+        self.z_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, n, self.channels), self.dtype, self.z_stages * self.warpgroups)
+        self.w_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, n, k), self.dtype, self.w_stages)
+        self.o_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, n), self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -98,25 +101,15 @@ class TriangleMultiplicationFrontSm90:
         mFactors: cute.Tensor, mStats: cute.Tensor, eps: Float32, num_ctas: Int32, stream: cuda.CUstream,
     ):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        pairs, weights = (self.tile_n, self.channels), (ROWS, self.tile_k)
-        # (B, i, k, C) seen as (k, C, i, B).
-        z = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0]))
-        # (B, 2, D, i, P) seen as (2 D, P, i, B): a and b lie behind each other.
-        f = mFactors
-        factors = cute.make_tensor(f.iterator, cute.make_layout(
-            (2 * self.hidden, f.shape[4], f.shape[3], f.shape[0]), stride=(f.stride[2], 1, f.stride[3], f.stride[0])
-        ))
+        weights = (ROWS, self.tile_k)
         loads = (
-            atom(load, z, one_stage(self.z_layout), pairs),
-            atom(load, mP, one_stage(self.w_layout), weights), atom(load, mG, one_stage(self.w_layout), weights),
+            launch.tma_load(launch.of_pairs(mZ), self.z_layout, (self.tile_n, self.channels)),
+            launch.tma_load(mP, self.w_layout, weights), launch.tma_load(mG, self.w_layout, weights),
         )
-        stores = atom(store, factors, one_stage(self.o_layout), (ROWS, self.tile_n))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, self.tile_n)
-        tiles = blocks * crop * batch
-        tasks = cute.ceil_div(tiles, self.warpgroups)
-        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (crop, blocks, tiles, tasks)).launch(
+        stores = launch.tma_store(launch.of_factors(mFactors), self.o_layout, (ROWS, self.tile_n))
+        sizes = launch.tiles_of(mZ, self.tile_n)
+        tasks = cute.ceil_div(sizes[2], self.warpgroups)
+        self.kernel(loads, stores, (mMask, mStats), mTerms, eps, (*sizes, tasks)).launch(
             grid=(cutlass.min(tasks, num_ctas), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
         )
@@ -126,9 +119,7 @@ class TriangleMultiplicationFrontSm90:
     def kernel(self, loads, stores, per_pair, mTerms, eps: Float32, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sZ, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.o, self.o_layout)
@@ -229,8 +220,7 @@ class TriangleMultiplicationFrontSm90:
     def project(self, pipe_z, pipe_w, normed, smem, stores, sizes):
         sZ, sP, sG, sPairs, sO, sTerms = smem
         crop, blocks, tiles, tasks = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 2)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 2)
+        wg, tidx = consumer_place(2)
         mma, (tma, gF) = self.mma, stores
         part = mma.get_slice(0)
         tP, tG = (mma.make_fragment_A(part.partition_A(t)) for t in (sP, sG))
@@ -276,8 +266,7 @@ class TriangleMultiplicationFrontSm90:
                 store_tile(rounded, mma, tidx, wg, sO, tma, target)
             release_after_reads(pipe_z, z_state)
             z_state.advance()
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait_for_stores(tidx)
 
     @cute.jit
     def gate(self, acc_p, acc_g, pairs: cute.Tensor, sTerms: cute.Tensor, rows: Int32, tidx: Int32, factors: cutlass.Constexpr):
@@ -304,20 +293,9 @@ class TriangleMultiplicationFrontSm90:
 
 def build(variant: dict, config, registers: tuple[int, int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, columns: int):
-        return cute.runtime.make_fake_tensor(kind, (2 * hidden, columns), (columns, 1), assumed_align=16)
-
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
-    kernel = TriangleMultiplicationFrontSm90(variant, config, registers)
-    return cute.compile(
-        kernel, tensor(dtype, (batch, crop, crop, channels), 8), mask, matrix(dtype, channels), matrix(dtype, channels),
-        matrix(Float32, 4), tensor(dtype, (batch, 2, hidden, crop, padded), 8), tensor(Float32, (batch, crop, crop, 2), 2, 8),
-        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    return launch.compiled(
+        TriangleMultiplicationFrontSm90(variant, config, registers), problem.pairs(), problem.mask(),
+        *problem.weights(2 * problem.hidden, problem.channels), problem.factors(), problem.stats(), Float32(1e-5),
+        options=options,
     )

@@ -13,10 +13,20 @@ from tpf_jit.templates.common.fragments import rows_view
 from tpf_jit.templates.common.norm import read_statistics
 from tpf_jit.templates.common.tiles import read_tile, two_columns
 from tpf_jit.templates.common.tma import producer_state
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import LOG2_E, decode, put_more, sigmoids
 
-ROWS = 64  # of one warpgroup: the M of wgmma
 READ_COLUMNS = 16  # pairs whose gradients are read at a time
+
+
+@cute.jit
+def start_fetched(warp_idx: Int32, fetched, stages: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
+    """The barriers `fetched`. Wants a fence and a barrier. Every thread arrives, as racecheck sees no order between lanes."""
+    if warp_idx == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(fetched + i, 32)
+                cute.arch.mbarrier_init(fetched + (stages + i), 32 * consumer_warps)
 
 
 @cute.jit

@@ -1,4 +1,5 @@
-"""Pieces that the kernels of the triangle multiplicative update share (sm_90a): tiles, constants of gates, stores, residual.
+"""Device pieces that the kernels of the triangle multiplicative update share (sm_90a): set-up, tiles and their loads, columns
+MORE, gates, stores, residual.
 
 A tile is some pairs (i, j) of one i; tiles of an i follow each other.
 """
@@ -8,11 +9,14 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from tpf_jit.templates.common.epilogue import warpgroup_sync
 from tpf_jit.templates.common.fragments import rows_view
-from tpf_jit.templates.common.norm import read_statistics
+from tpf_jit.templates.common.norm import norm_gradient, read_statistics
+from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, ring_of
+from tpf_jit.templates.common.tiles import two_columns
+from tpf_jit.templates.common.tma import producer_state
 
 LOG2_E = math.log2(math.e)
 MORE = 16
@@ -33,6 +37,31 @@ def follow():
     those before its predecessor are done too."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def prefetch(warp_idx: Int32, copies):
+    """Descriptors of TMA copies, (atom, coordinate tensor) each, by the first warp."""
+    if warp_idx == 0:
+        for atom, _ in copies:
+            cpasync.prefetch_descriptor(atom)
+
+
+@cute.jit
+def start_rings(warp_idx: Int32, bars, stages: cutlass.Constexpr):
+    """Rings (see `rings`) of so many stages each, over mbarriers at `bars`. Wants a fence and a barrier."""
+    found = [ring_of(*each) for each in zip(bars, stages, strict=True)]
+    if warp_idx == 0:
+        with cute.arch.elect_one():
+            for ring, count in zip(found, stages, strict=True):
+                initialise_ring(ring, count)
+    return found
+
+
+def consumer_place(first: int = 1):
+    """(warpgroup, thread in it) of a consumer; first: warpgroups before the consumers'."""
+    wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - first)
+    return wg, cute.arch.thread_idx()[0] - 128 * (wg + first)
 
 
 @cute.jit
@@ -63,6 +92,27 @@ def rounds(tiles: Int32, warpgroups: cutlass.Constexpr, wg: Int32):
     """Tiles of warpgroup wg of this CTA where CTAs and their warpgroups take turns."""
     each = cute.arch.grid_dim()[0] * warpgroups
     return (tiles - cute.arch.block_idx()[0] * warpgroups - wg + each - 1) // each
+
+
+def tile_of_turn(n: Int32, warpgroups: int, wg: Int32) -> Int32:
+    """The tile that warpgroup wg of this CTA takes in its n-th turn, of `rounds`."""
+    return (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * warpgroups + wg
+
+
+@cute.jit
+def load_tiles(ring, copies, sizes, wg: Int32, warpgroups: cutlass.Constexpr, stages: cutlass.Constexpr,
+               stage_bytes: cutlass.Constexpr):  # fmt: skip
+    """By one warp: the tiles of one warpgroup. copies: (atom, destination by stage, source by block, i and batch) each."""
+    crop, blocks, tiles = sizes
+    state = producer_state(stages)
+    for n in cutlass.range(rounds(tiles, warpgroups, wg), unroll=1):
+        block, i, batch = decode(tile_of_turn(n, warpgroups, wg), crop, blocks)
+        place = wg * stages + state.index
+        bar = acquire_stage(ring, place, state.phase, stage_bytes)
+        for tma, target, source in copies:
+            cute.copy(tma, source[None, block, i, batch], target[None, place], tma_bar_ptr=bar)
+        state.advance()
+    drain_ring(ring, wg, state, stages)
 
 
 @cute.jit
@@ -102,6 +152,17 @@ def fill_more(
             if cutlass.const_expr(k < len(OF_ROW)):
                 value = parts[OF_ROW[k]]
             tiles[place * rows + row % rows, half * (MORE // 2) + k, row // rows] = value
+
+
+@cute.jit
+def project_with_more(tiled_mma, acc, operand, weights, block: cutlass.Constexpr):
+    """Issue acc = operand times a block of the weights, each (its fragment, that of columns MORE); fence and commit are the
+    caller's."""
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+    cute.gemm(tiled_mma, acc, operand[1][None, None, 0], weights[1][None, None, 0, block], acc)
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    for step in cutlass.range_constexpr(cute.size(operand[0], mode=[2])):
+        cute.gemm(tiled_mma, acc, operand[0][None, None, step], weights[0][None, None, step, block], acc)
 
 
 @cute.jit
@@ -209,6 +270,26 @@ def store_rounded(frag, s_tiles: cute.Tensor, place, buffers: cutlass.Constexpr,
         )
         cute.copy(tma, source[None, place], destination)
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def wait_for_stores(tidx: Int32):
+    """Consumer, at its end: wait until its stores have left shared memory, which goes with the CTA."""
+    if cute.arch.make_warp_uniform(tidx // 32) == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def norm_gradients(acc, frag, of_pair: cute.Tensor, width: cutlass.Constexpr):
+    """acc, the gradient of a LayerNorm's result (times its weight) of 64 pairs by `width` channels, becomes that of what was
+    normalised: frag, 16 bit, with acc's layout. of_pair[0 and 1, r]: mean and rstd of this thread's two rows."""
+    gradients = rows_view(acc)
+    for r in cutlass.range_constexpr(2):
+        row = cute.make_rmem_tensor(width // 4, Float32)
+        for j in cutlass.range_constexpr(width // 8):
+            two = two_columns(frag, r, j)
+            row[2 * j], row[2 * j + 1] = two[0], two[1]
+        norm_gradient(gradients[r, None], row, of_pair[0, r], of_pair[1, r], width)
 
 
 @cute.jit

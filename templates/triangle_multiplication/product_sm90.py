@@ -21,8 +21,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int16, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, ring_of, wait_stage
@@ -36,9 +35,10 @@ from tpf_jit.templates.common.tma import (
     smem_tensor,
     tile_bytes,
 )
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow, store_rounded
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, K_MAJOR, MN_MAJOR, ROW_MAJOR, ROWS
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import consumer_place, follow, prefetch, store_rounded, wait_for_stores
 
-ROWS = 64  # the M of wgmma
 STORED = 64  # rows and columns stored at a time
 BUFFERS = 2  # for results on their way out, of each warpgroup
 
@@ -59,21 +59,16 @@ class TriangleMultiplicationProductSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        a_major, b_major = (OperandMajorMode.MN if rows else OperandMajorMode.K for rows in (self.left_rows, self.right_rows))
-        a_order, b_order = (
-            LayoutEnum.COL_MAJOR if rows else LayoutEnum.ROW_MAJOR for rows in (self.left_rows, self.right_rows)
-        )
+        a_major, b_major = (MN_MAJOR if rows else K_MAJOR for rows in (self.left_rows, self.right_rows))
+        a_order, b_order = (COL_MAJOR if rows else ROW_MAJOR for rows in (self.left_rows, self.right_rows))
         n, k, c = self.tile_n, self.tile_k, self.cluster
         self.mma, self.mma_stored = (
-            sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, a_major, b_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns),
-            )
-            for columns in (n, STORED)
+            launch.warpgroup_mma(self.dtype, columns, a_major=a_major, b_major=b_major) for columns in (n, STORED)
         )
         self.a_layout = sm90.make_smem_layout_a(a_order, (ROWS, n, k), self.dtype, self.stages * self.warpgroups)
         self.b_layout = sm90.make_smem_layout_b(b_order, (ROWS, n, k), self.dtype, self.stages)
         self.share_layout = sm90.make_smem_layout_b(b_order, (ROWS, n // c, k), self.dtype, self.stages * c)
-        self.x_layout = sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, (ROWS, STORED), BUFFERS * self.warpgroups)
+        self.x_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, STORED), BUFFERS * self.warpgroups)
 
     def _storage(self):
         @cute.struct
@@ -89,20 +84,19 @@ class TriangleMultiplicationProductSm90:
     @cute.jit
     def __call__(self, mLeft: cute.Tensor, mRight: cute.Tensor, mOut: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
         self._setup()
-        load, store, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-        shared = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         batch, hidden, crop = mOut.shape[0], mOut.shape[1], mOut.shape[2]
         # The operand's axis of the result, the summed axis, channel, batch.
         a, b = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 2, 1, 0] if rows else [2, 3, 1, 0]))
             for t, rows in ((mLeft, self.left_rows), (mRight, self.right_rows))
         )
-        x = cute.make_tensor(mOut.iterator, cute.select(mOut.layout, mode=[2, 3, 1, 0]))
+        b_copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
+        b_share = (self.tile_n // self.cluster, self.tile_k)
         loads = (
-            atom(load, a, one_stage(self.a_layout), (ROWS, self.tile_k)),
-            atom(shared, b, one_stage(self.share_layout), (self.tile_n // self.cluster, self.tile_k)),
+            launch.tma_load(a, self.a_layout, (ROWS, self.tile_k)),
+            cpasync.make_tiled_tma_atom(b_copy, b, one_stage(self.share_layout), b_share),
         )
-        stores = atom(store, x, one_stage(self.x_layout), (ROWS, STORED))
+        stores = launch.tma_store(launch.of_pairs(mOut), self.x_layout, (ROWS, STORED))
         m_blocks, n_blocks = cute.ceil_div(crop, ROWS * self.warpgroups * self.cluster), cute.ceil_div(crop, self.tile_n)
         tasks = m_blocks * n_blocks * hidden * batch
         ctas = self.cluster * cutlass.max(1, cutlass.min(tasks, num_ctas // self.cluster))
@@ -116,9 +110,7 @@ class TriangleMultiplicationProductSm90:
     def kernel(self, loads, stores, hidden: Int32, m_blocks: Int32, n_blocks: Int32, k_tiles: Int32, tasks: Int32):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in (*loads, stores):
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, (*loads, stores))
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sA, sB, sX = smem_tensor(sm.a, self.a_layout), smem_tensor(sm.b, self.b_layout), smem_tensor(sm.x, self.x_layout)
@@ -189,8 +181,7 @@ class TriangleMultiplicationProductSm90:
     def multiply(self, ring, sA, sB, sX, stores, sizes, turns, rank: Int32):
         hidden, m_blocks, n_blocks, k_tiles = sizes
         first, tasks, step = turns
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         mma, (tma, gX) = self.mma, stores
         tA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
         tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
@@ -217,8 +208,7 @@ class TriangleMultiplicationProductSm90:
             done.advance()
             self.store(acc, sX, tma, gX, (m * self.warpgroups + wg, n, channel, batch), wg, pieces, tidx)
             pieces += self.tile_n // STORED
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        wait_for_stores(tidx)
 
     @cute.jit
     def release(self, ring, number: Int32, tidx: Int32):
@@ -245,15 +235,6 @@ class TriangleMultiplicationProductSm90:
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype = DTYPES[variant["dtype"]]
-    batch, hidden, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(shape):
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    kernel = TriangleMultiplicationProductSm90(variant, config, registers)
-    return cute.compile(
-        kernel, *(tensor((batch, hidden, crop, padded)) for _ in range(3)),
-        Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
-    )
+    sizes = (cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8))
+    operands = [launch.strided(DTYPES[variant["dtype"]], sizes, 8) for _ in range(3)]
+    return launch.compiled(TriangleMultiplicationProductSm90(variant, config, registers), *operands, options=options)

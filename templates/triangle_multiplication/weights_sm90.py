@@ -33,8 +33,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
@@ -42,7 +41,6 @@ from tpf_jit.templates.common.tiles import transposed_view
 from tpf_jit.templates.common.tma import (
     checked_storage,
     consumer_state,
-    one_stage,
     partition,
     producer_state,
     release_after_reads,
@@ -51,19 +49,23 @@ from tpf_jit.templates.common.tma import (
     tile_bytes,
     tma_ring,
 )
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.gradients_sm90 import (
     READ_COLUMNS,
-    ROWS,
     differentiate_rows,
     fetch_pairs,
+    start_fetched,
     store_rows,
 )
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, MN_MAJOR, REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     MORE,
+    consumer_place,
     decode,
     fill_more,
     follow,
     pair_of_thread,
+    prefetch,
     sums_of_more,
 )
 
@@ -88,36 +90,31 @@ class TriangleMultiplicationWeightsSm90:
     # ---- layouts, MMAs, shared memory ---------------------------------------------------------------------------
     def _setup(self):
         """Called in the host and in the device region: layouts and MMAs are values of the region that makes them."""
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        k_major, mn_major, n = OperandMajorMode.K, OperandMajorMode.MN, self.tile_n
-
-        def mma(b_major, columns, source=warpgroup.OperandSource.SMEM):
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, k_major, b_major, Float32,
-                atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source,
-            )
-
-        registers = warpgroup.OperandSource.RMEM
-        self.project_z, self.sum_z = mma(k_major, n), mma(mn_major, self.tile_c, registers)
-        self.sum_more, self.read = mma(mn_major, MORE, registers), mma(k_major, READ_COLUMNS)  # of the last, only the fragment
+        n = self.tile_n
+        self.project_z = launch.warpgroup_mma(self.dtype, n)
+        self.sum_z, self.sum_more = (
+            launch.warpgroup_mma(self.dtype, columns, REGISTERS, b_major=MN_MAJOR) for columns in (self.tile_c, MORE)
+        )
+        self.read = launch.warpgroup_mma(self.dtype, READ_COLUMNS)  # only its fragment is used
         tiles, owned = self.stages * self.tiles * self.parts, self.warpgroups * self.parts
-        self.z_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, self.tile_c), self.dtype, tiles)
-        self.zt_layout = sm90.make_smem_layout_b(col_major, (ROWS, self.tile_c, n), self.dtype, tiles)
-        self.g_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, self.tile_c), self.dtype, owned)
-        self.v_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, self.tile_v), self.dtype, owned)
+        self.z_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, n, self.tile_c), self.dtype, tiles)
+        self.zt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.tile_c, n), self.dtype, tiles)
+        self.g_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, n, self.tile_c), self.dtype, owned)
+        self.v_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, n, self.tile_v), self.dtype, owned)
         if self.front:
             self.project_x, self.sum_x = self.project_z, self.sum_z
             self.d_shape = (ROWS, n)
         else:
-            self.project_x, self.sum_x = mma(mn_major, n), mma(k_major, self.tile_v, registers)
-            self.x_layout = sm90.make_smem_layout_b(col_major, (ROWS, n, self.tile_v), self.dtype, tiles)
-            self.xt_layout = sm90.make_smem_layout_b(row_major, (ROWS, self.tile_v, n), self.dtype, tiles)
+            self.project_x = launch.warpgroup_mma(self.dtype, n, b_major=MN_MAJOR)
+            self.sum_x = launch.warpgroup_mma(self.dtype, self.tile_v, REGISTERS)
+            self.x_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, n, self.tile_v), self.dtype, tiles)
+            self.xt_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, self.tile_v, n), self.dtype, tiles)
             self.d_shape = (n, ROWS)
-        self.d_layout = sm90.make_smem_layout_epi(self.dtype, row_major, self.d_shape, self.stages * self.tiles * self.warpgroups)
-        self.more_w_layout = sm90.make_smem_layout_a(row_major, (ROWS, n, MORE), self.dtype, self.warpgroups)
+        self.d_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, self.d_shape, self.stages * self.tiles * self.warpgroups)
+        self.more_w_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, n, MORE), self.dtype, self.warpgroups)
         more_tiles = self.stages * self.tiles * self.norms
-        self.more_layout = sm90.make_smem_layout_b(row_major, (ROWS, n, MORE), self.dtype, more_tiles)
-        self.more_t_layout = sm90.make_smem_layout_b(col_major, (ROWS, MORE, n), self.dtype, more_tiles)
+        self.more_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, n, MORE), self.dtype, more_tiles)
+        self.more_t_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, MORE, n), self.dtype, more_tiles)
 
     def _storage(self):
         x_area = smem_area(self.dtype, self.x_layout) if not self.front else cute.struct.MemRange[Int64, 1]
@@ -145,31 +142,18 @@ class TriangleMultiplicationWeightsSm90:
         mV, mG, mTerms = weights
         mPlanes, mSums = results
         self._setup()
-        load, atom = cpasync.CopyBulkTensorTileG2SOp(), cpasync.make_tiled_tma_atom
-        # (B, i, k, C) seen as (k, C, i, B).
-        z = cute.make_tensor(mZ.iterator, cute.select(mZ.layout, mode=[2, 3, 1, 0]))
-        if const_expr(self.front):
-            # (B, 2, D, i, P) seen as (2 D, P, i, B): a and b lie behind each other.
-            d = cute.make_tensor(mD.iterator, cute.make_layout(
-                (self.rows, mD.shape[4], mD.shape[3], mD.shape[0]), stride=(mD.stride[2], 1, mD.stride[3], mD.stride[0])
-            ))
-        else:
-            d = cute.make_tensor(mD.iterator, cute.select(mD.layout, mode=[2, 3, 1, 0]))
+        d = launch.of_factors(mD) if const_expr(self.front) else launch.of_pairs(mD)
         loads = (
-            atom(load, z, one_stage(self.z_layout), (self.tile_n, self.tile_c)),
-            atom(load, d, one_stage(self.d_layout), self.d_shape),
-            atom(load, mV, one_stage(self.v_layout), (ROWS, self.tile_v)),
-            atom(load, mG, one_stage(self.g_layout), (ROWS, self.tile_c)),
+            launch.tma_load(launch.of_pairs(mZ), self.z_layout, (self.tile_n, self.tile_c)),
+            launch.tma_load(d, self.d_layout, self.d_shape),
+            launch.tma_load(mV, self.v_layout, (ROWS, self.tile_v)),
+            launch.tma_load(mG, self.g_layout, (ROWS, self.tile_c)),
         )
         if const_expr(not self.front):
-            # (B, D, i, P) seen as (P, D, i, B).
-            x = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[3, 1, 2, 0]))
-            loads = (*loads, atom(load, x, one_stage(self.x_layout), (self.tile_n, self.tile_v)))
-        batch, crop = mZ.shape[0], mZ.shape[1]
-        blocks = cute.ceil_div(crop, self.tiles * self.tile_n)
+            loads = (*loads, launch.tma_load(launch.of_channels(mX), self.x_layout, (self.tile_n, self.tile_v)))
         units = self.parts * (-(-self.rows // (ROWS * self.warpgroups)))
-        sizes = (crop, blocks, blocks * crop * batch, splits)
-        self.kernel(loads, per_pair, mTerms, mPlanes, mSums, sizes).launch(
+        sizes = launch.tiles_of(mZ, self.tiles * self.tile_n)
+        self.kernel(loads, per_pair, mTerms, mPlanes, mSums, (*sizes, splits)).launch(
             grid=(units * splits, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
 
@@ -178,9 +162,7 @@ class TriangleMultiplicationWeightsSm90:
     def kernel(self, loads, per_pair, mTerms, mPlanes, mSums, sizes):
         self._setup()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == 0:
-            for atom, _ in loads:
-                cpasync.prefetch_descriptor(atom)
+        prefetch(warp_idx, loads)
         sm = cutlass.memory.SmemAllocator().allocate(self._storage())
         follow()
         sG, sV = smem_tensor(sm.g, self.g_layout), smem_tensor(sm.v, self.v_layout)
@@ -200,11 +182,7 @@ class TriangleMultiplicationWeightsSm90:
         cute.arch.fence_view_async_shared()
         fetched = sm.bar_pairs.data_ptr()
         warps = 4 * self.warpgroups
-        if warp_idx == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(fetched + i, 32)  # every thread, as racecheck sees no order between lanes
-                    cute.arch.mbarrier_init(fetched + (self.stages + i), 32 * warps)
+        start_fetched(warp_idx, fetched, self.stages, warps)
         stage_bytes = self.parts * tile_bytes(self.z_layout, self.dtype) + self.warpgroups * tile_bytes(self.d_layout, self.dtype)
         if const_expr(not self.front):
             stage_bytes = stage_bytes + self.parts * tile_bytes(self.x_layout, self.dtype)
@@ -275,8 +253,7 @@ class TriangleMultiplicationWeightsSm90:
         mPlanes, mSums = outputs
         m, part, split = where
         crop, blocks, count, splits = sizes
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        tidx = cute.arch.thread_idx()[0] - 128 * (wg + 1)
+        wg, tidx = consumer_place()
         by_z, by_x = self.project_z.get_slice(0), self.project_x.get_slice(0)
         tG, tV = self.project_z.make_fragment_A(by_z.partition_A(sG)), self.project_x.make_fragment_A(by_x.partition_A(sV))
         tZ, tX = self.project_z.make_fragment_B(by_z.partition_B(sZ)), self.project_x.make_fragment_B(by_x.partition_B(sX))
@@ -380,34 +357,11 @@ class BackWeights(TriangleMultiplicationWeightsSm90):
 
 def build(variant: dict, config, parts: int, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    front = variant["side"] == "front"
-    rows, values = (2 * hidden, channels) if front else (channels, hidden)
-    batch, crop, padded, splits = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
-
-    def tensor(kind, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(kind, shape, strides, assumed_align=align)
-
-    def matrix(kind, shape):
-        return cute.runtime.make_fake_tensor(kind, shape, (shape[1], 1), assumed_align=16)
-
-    def planes(width: int):
-        return cute.runtime.make_fake_tensor(Float32, (splits, rows, width), (rows * width, width, 1), assumed_align=16)
-
-    def stats():
-        return tensor(Float32, (batch, crop, crop, 2), 2, 8)
-
-    pairs = tensor(dtype, (batch, crop, crop, channels), 8)
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if front and variant["mask"] else None
-    d = tensor(dtype, (batch, 2, hidden, crop, padded) if front else (batch, crop, crop, channels), 8)
+    problem, front = launch.SymbolicProblem(variant), variant["side"] == "front"
+    rows, values = (2 * problem.hidden, problem.channels) if front else (problem.channels, problem.hidden)
     kernel = (FrontWeights if front else BackWeights)(variant, config, parts, registers)
-    arguments = [
-        matrix(dtype, (rows, values)), matrix(dtype, (rows, channels)), matrix(Float32, (rows, 4)), planes(values + channels),
-        planes(2), Int32(1), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    ]
     if front:
-        return cute.compile(kernel, pairs, stats(), mask, d, *arguments, options=options)
-    return cute.compile(
-        kernel, pairs, stats(), tensor(dtype, (batch, hidden, crop, padded), 8), stats(), d, *arguments, options=options
-    )
+        pairs = (problem.pairs(), problem.stats(), problem.mask(), problem.factors())
+    else:
+        pairs = (problem.pairs(), problem.stats(), problem.channel_major(), problem.stats(), problem.pairs())
+    return launch.compiled(kernel, *pairs, *problem.weights(rows, values), *problem.sums(rows, values), Int32(1), options=options)
