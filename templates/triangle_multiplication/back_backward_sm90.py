@@ -27,10 +27,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, release_stage, wait_stage
+from tpf_jit.templates.common.rings import drain_ring, release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -49,13 +48,17 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     fetch_statistics,
     fill_more,
     follow,
+    load_stage,
     more_of_pairs,
     norm_gradients,
+    operand_a,
+    operand_b,
     prefetch,
     rounds,
     sigmoids,
     start_rings,
     tile_of_turn,
+    tiles_by,
 )
 
 
@@ -109,7 +112,7 @@ class TriangleMultiplicationBackBackwardSm90:
             more_g: smem_area(self.dtype, self.more_layout)
             o: waiting
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -155,8 +158,7 @@ class TriangleMultiplicationBackBackwardSm90:
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
-        bars, counts = [sm.bar_in.data_ptr(), sm.bar_d.data_ptr()], [n * self.warpgroups for n in (self.pair_stages, self.stages)]
-        ring, d_ring = start_rings(warp_idx, bars, counts)
+        ring, d_ring = start_rings(warp_idx, self.warpgroups, (sm.bar_in, self.pair_stages), (sm.bar_d, self.stages))
         step_bytes = tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, self.w_stages, step_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -175,27 +177,22 @@ class TriangleMultiplicationBackBackwardSm90:
     @cute.jit
     def load(self, ring, d_ring, loads, smem, sizes, wg: Int32, bytes_each: cutlass.Constexpr):
         """The tiles of one warpgroup."""
-        (tma_z, gZ), (tma_x, gX), (tma_d, gD) = loads[0], loads[1], loads[4]
         sZ, sX, sD = smem
         crop, blocks, tiles = sizes
-        tZs, tZg = partition(tma_z, sZ, gZ, (ROWS, self.channels), (None, 0, None, None))
-        tXs, tXg = partition(tma_x, sX, gX, (ROWS, self.hidden), (None, 0, None, None))
-        tDs, tDg = partition(tma_d, sD, gD, (ROWS, self.tile_c), (None, None, None, None))
+        all_channels = (None, 0, None, None)
+        pairs = (
+            tiles_by(loads[0], sZ, (ROWS, self.channels), all_channels),
+            tiles_by(loads[1], sX, (ROWS, self.hidden), all_channels),
+        )
+        step = (tiles_by(loads[4], sD, (ROWS, self.tile_c), (None, None, None, None)),)
         state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             # A tile beyond the last is the last again, and not stored.
             block, i, batch = decode(cutlass.min(tile_of_turn(n, self.warpgroups, wg), tiles - 1), crop, blocks)
-            place = wg * self.pair_stages + state.index
-            bar = acquire_stage(ring, place, state.phase, bytes_each[0])
-            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-            cute.copy(tma_x, tXg[None, block, i, batch], tXs[None, place], tma_bar_ptr=bar)
-            state.advance()
+            state = load_stage(ring, state, pairs, (block, i, batch), wg, self.pair_stages, bytes_each[0])
             for _ in cutlass.range_constexpr(self.passes):
                 for c in cutlass.range(self.channels // self.tile_c, unroll=1):
-                    place = wg * self.stages + d_state.index
-                    bar = acquire_stage(d_ring, place, d_state.phase, bytes_each[1])
-                    cute.copy(tma_d, tDg[None, block, c, i, batch], tDs[None, place], tma_bar_ptr=bar)
-                    d_state.advance()
+                    d_state = load_stage(d_ring, d_state, step, (block, c, i, batch), wg, self.stages, bytes_each[1])
         drain_ring(ring, wg, state, self.pair_stages)
         drain_ring(d_ring, wg, d_state, self.stages)
 
@@ -226,13 +223,10 @@ class TriangleMultiplicationBackBackwardSm90:
         (tma_dx, gDx), (tma_dzn, gDzn) = stores
         crop, blocks, tiles = sizes
         wg, tidx = consumer_place()
-        by_x, by_z = self.project_x.get_slice(0), self.project_z.get_slice(0)
-        tX, tZ = self.project_x.make_fragment_A(by_x.partition_A(sX)), self.project_z.make_fragment_A(by_z.partition_A(sZ))
-        tP, tG = self.project_x.make_fragment_B(by_x.partition_B(sP)), self.project_z.make_fragment_B(by_z.partition_B(sG))
-        tPt = self.spread_x.make_fragment_B(self.spread_x.get_slice(0).partition_B(sPt))
-        tGt = self.spread_z.make_fragment_B(self.spread_z.get_slice(0).partition_B(sGt))
-        by_more = self.project_more.get_slice(0)
-        tMoreP, tMoreG = (self.project_more.make_fragment_B(by_more.partition_B(t)) for t in (sMoreP, sMoreG))
+        tX, tZ = operand_a(self.project_x, sX), operand_a(self.project_z, sZ)
+        tP, tG = operand_b(self.project_x, sP), operand_b(self.project_z, sG)
+        tPt, tGt = operand_b(self.spread_x, sPt), operand_b(self.spread_z, sGt)
+        tMoreP, tMoreG = (operand_b(self.project_more, t) for t in (sMoreP, sMoreG))
         fragments = (tX, tZ, tP, tG, tPt, tGt, tMoreP, tMoreG)
         state, d_state, w_state = (consumer_state(n) for n in (self.pair_stages, self.stages, self.w_stages))
         # (mean, rstd) of this thread's two pairs, fetched a tile ahead.

@@ -19,7 +19,6 @@ from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
 from tpf_jit.templates.common.rings import release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -41,6 +40,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     follow,
     load_tiles,
     more_of_pairs,
+    operand_b,
     pair_of_thread,
     prefetch,
     project_with_more,
@@ -48,6 +48,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     sigmoids,
     start_rings,
     store_rounded,
+    tiles_by,
     wait_for_stores,
 )
 
@@ -93,7 +94,7 @@ class TriangleMultiplicationBackRowsSm90:
             more_g: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -132,7 +133,7 @@ class TriangleMultiplicationBackRowsSm90:
         fill_more(sMoreG, mTerms, 2, self.threads)
         cute.arch.fence_view_async_shared()
 
-        (ring,) = start_rings(warp_idx, [sm.bar_in.data_ptr()], [self.stages * self.warpgroups])
+        (ring,) = start_rings(warp_idx, self.warpgroups, (sm.bar_in, self.stages))
         weight_bytes = self.blocks * (tile_bytes(self.p_layout, self.dtype) + tile_bytes(self.g_layout, self.dtype))
         pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -151,11 +152,11 @@ class TriangleMultiplicationBackRowsSm90:
     @cute.jit
     def load(self, ring, loads, smem, sizes, wg: Int32):
         """The tiles of one warpgroup."""
-        copies, widths = [], (self.channels, self.hidden)
-        for (tma, given), tiles, width in zip(loads[:2], smem, widths, strict=True):
-            copies.append((tma, *partition(tma, tiles, given, (ROWS, width), (None, 0, None, None))))
+        (sZ, sX), all_channels = smem, (None, 0, None, None)
+        of_z = tiles_by(loads[0], sZ, (ROWS, self.channels), all_channels)
+        of_x = tiles_by(loads[1], sX, (ROWS, self.hidden), all_channels)
         stage_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
-        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.stages, stage_bytes)
+        load_tiles(ring, (of_z, of_x), sizes, wg, self.warpgroups, self.stages, stage_bytes)
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sP, sG):
@@ -177,7 +178,7 @@ class TriangleMultiplicationBackRowsSm90:
         crop, blocks, tiles = sizes
         wg, tidx = consumer_place()
         mma, (tma, gO) = self.mma, stores
-        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sP, sG, sMoreP, sMoreG)]
+        weights = [operand_b(mma, t) for t in (sP, sG, sMoreP, sMoreG)]
         shape = mma.partition_shape_C((ROWS, self.tile_c))
         accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.sets)]
         layouts = [cute.make_layout(mma.partition_shape_A((ROWS, width))) for width in (self.hidden, self.channels, MORE)]

@@ -29,7 +29,6 @@ from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import keep_statistics, read_statistics
 from tpf_jit.templates.common.tiles import read_tile, two_columns
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -48,6 +47,8 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     decode,
     fetch_terms,
     follow,
+    operand_a,
+    operand_b,
     pair_of_thread,
     prefetch,
     wait_for_stores,
@@ -93,7 +94,7 @@ class TriangleMultiplicationBackSm90:
             w: smem_area(self.dtype, self.w_layout)
             o: smem_area(self.dtype, self.o_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -190,9 +191,7 @@ class TriangleMultiplicationBackSm90:
         crop, blocks, tiles, tasks = sizes
         wg, tidx = consumer_place()
         mma_g, mma_x, (tma, gO) = self.mma_g, self.mma_x, stores
-        tZ = mma_g.make_fragment_A(mma_g.get_slice(0).partition_A(sZ))
-        tX = mma_x.make_fragment_A(mma_x.get_slice(0).partition_A(sX))
-        tW = mma_g.make_fragment_B(mma_g.get_slice(0).partition_B(sW))
+        tZ, tX, tW = operand_a(mma_g, sZ), operand_a(mma_x, sX), operand_b(mma_g, sW)
         shape = mma_g.partition_shape_C((ROWS, self.tile_c))
         acc_g, acc_x = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         state, w_state, done = consumer_state(self.stages), consumer_state(self.w_stages), consumer_state(self.w_stages)

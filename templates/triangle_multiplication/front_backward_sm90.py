@@ -30,10 +30,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
-from tpf_jit.templates.common.rings import acquire_stage, drain_ring, release_stage, wait_stage
+from tpf_jit.templates.common.rings import drain_ring, release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand, read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -52,14 +51,18 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     fetch_statistics,
     fill_more,
     follow,
+    load_stage,
     more_of_pairs,
     norm_gradients,
+    operand_a,
+    operand_b,
     pair_of_thread,
     prefetch,
     rounds,
     sigmoids,
     start_rings,
     tile_of_turn,
+    tiles_by,
 )
 
 READ_COLUMNS = 32  # channels of z read at a time
@@ -92,9 +95,8 @@ class TriangleMultiplicationFrontBackwardSm90:
         self.spread = launch.warpgroup_mma(self.dtype, c, REGISTERS, b_major=MN_MAJOR)
         self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, h, c), self.dtype, tiles)
         self.t_layout = sm90.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, c), tiles)
-        # A step's weights are the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
-        # at a time, which is as wide as the layout's swizzle.
-        self.chunk = 64 if c % 64 == 0 else 32
+        # A step's weights are the rows of the values, then those of the gates; bulk copies fill both halves.
+        self.chunk = launch.chunk_of(c)
         self.chunks = c // self.chunk
         self.w_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, c), self.dtype, self.w_stages)
         self.wt_layout = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, c, 2 * h), self.dtype, self.w_stages)
@@ -115,7 +117,7 @@ class TriangleMultiplicationFrontBackwardSm90:
             more: smem_area(self.dtype, self.more_layout)
             d: smem_area(self.dtype, self.d_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -156,8 +158,7 @@ class TriangleMultiplicationFrontBackwardSm90:
 
         pair_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.t_layout, self.dtype)
         bytes_each = pair_bytes, tile_bytes(self.d_layout, self.dtype)
-        bars, counts = [sm.bar_in.data_ptr(), sm.bar_d.data_ptr()], [n * self.warpgroups for n in (self.pair_stages, self.stages)]
-        ring, d_ring = start_rings(warp_idx, bars, counts)
+        ring, d_ring = start_rings(warp_idx, self.warpgroups, (sm.bar_in, self.pair_stages), (sm.bar_d, self.stages))
         pipe_w = tma_ring(sm.bar_w, self.w_stages, tile_bytes(self.w_layout, self.dtype), 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
@@ -175,27 +176,21 @@ class TriangleMultiplicationFrontBackwardSm90:
     @cute.jit
     def load(self, ring, d_ring, loads, smem, sizes, wg: Int32, bytes_each: cutlass.Constexpr):
         """The tiles of one warpgroup."""
-        (tma_z, gZ), (tma_t, gT), (tma_d, gD) = loads[0], loads[1], loads[4]
         sZ, sT, sD = smem
         crop, blocks, tiles = sizes
-        pairs = (ROWS, self.channels)
-        tZs, tZg = partition(tma_z, sZ, gZ, pairs, (None, 0, None, None))
-        tTs, tTg = partition(tma_t, sT, gT, pairs, (None, 0, None, None))
-        tDs, tDg = partition(tma_d, sD, gD, (self.tile_h, ROWS), (None, None, None, None))
+        all_channels = (None, 0, None, None)
+        pairs = (
+            tiles_by(loads[0], sZ, (ROWS, self.channels), all_channels),
+            tiles_by(loads[1], sT, (ROWS, self.channels), all_channels),
+        )
+        step = (tiles_by(loads[4], sD, (self.tile_h, ROWS), (None, None, None, None)),)
         state, d_state = producer_state(self.pair_stages), producer_state(self.stages)
         for n in cutlass.range(rounds(tiles, self.warpgroups, 0), unroll=1):
             # A tile beyond the last is the last again, and not stored.
             block, i, batch = decode(cutlass.min(tile_of_turn(n, self.warpgroups, wg), tiles - 1), crop, blocks)
-            place = wg * self.pair_stages + state.index
-            bar = acquire_stage(ring, place, state.phase, bytes_each[0])
-            cute.copy(tma_z, tZg[None, block, i, batch], tZs[None, place], tma_bar_ptr=bar)
-            cute.copy(tma_t, tTg[None, block, i, batch], tTs[None, place], tma_bar_ptr=bar)
-            state.advance()
+            state = load_stage(ring, state, pairs, (block, i, batch), wg, self.pair_stages, bytes_each[0])
             for rows in cutlass.range(self.rows // self.tile_h, unroll=1):
-                place = wg * self.stages + d_state.index
-                bar = acquire_stage(d_ring, place, d_state.phase, bytes_each[1])
-                cute.copy(tma_d, tDg[None, rows, block, i, batch], tDs[None, place], tma_bar_ptr=bar)
-                d_state.advance()
+                d_state = load_stage(d_ring, d_state, step, (rows, block, i, batch), wg, self.stages, bytes_each[1])
         drain_ring(ring, wg, state, self.pair_stages)
         drain_ring(d_ring, wg, d_state, self.stages)
 
@@ -229,10 +224,10 @@ class TriangleMultiplicationFrontBackwardSm90:
         project, spread, (tma, gDz) = self.project, self.spread, stores
         tZ = None
         if const_expr(not self.in_registers):
-            tZ = project.make_fragment_A(project.get_slice(0).partition_A(sZ))
+            tZ = operand_a(project, sZ)
         layouts = [cute.make_layout(spread.partition_shape_A((ROWS, width))) for width in (self.channels, MORE)]
-        weights = [project.make_fragment_B(project.get_slice(0).partition_B(t)) for t in (sW, sMore)]
-        across = spread.make_fragment_B(spread.get_slice(0).partition_B(sWt))
+        weights = [operand_b(project, t) for t in (sW, sMore)]
+        across = operand_b(spread, sWt)
         shape, row = project.partition_shape_C((ROWS, 2 * self.tile_h)), spread.partition_shape_C((ROWS, self.channels))
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         acc_t = cute.make_rmem_tensor(row, Float32)

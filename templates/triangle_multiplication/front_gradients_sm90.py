@@ -26,7 +26,6 @@ from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.tiles import read_tile, store_in_place, transposed_view, two_columns, write_tile
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -53,6 +52,8 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     deviation,
     fill_more,
     follow,
+    operand_a,
+    operand_b,
     pair_of_thread,
     prefetch,
     shares_of_more,
@@ -111,7 +112,7 @@ class TriangleMultiplicationFrontGradientsSm90:
             more_p: smem_area(self.dtype, self.more_w_layout)
             more_g: smem_area(self.dtype, self.more_w_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -216,13 +217,10 @@ class TriangleMultiplicationFrontGradientsSm90:
         split = cute.arch.block_idx()[0]
         wg, tidx = consumer_place()
         project, summed, spread, (tma, gOut) = self.project, self.sum, self.spread, stores
-        by = project.get_slice(0)
-        rows = [project.make_fragment_A(by.partition_A(t)) for t in (sP, sG, sMoreP, sMoreG)]
-        tZ, tMore = (project.make_fragment_B(by.partition_B(t)) for t in (sZ, sMore))
-        tZt = summed.make_fragment_B(summed.get_slice(0).partition_B(sZt))
-        tMoreT = self.sum_more.make_fragment_B(self.sum_more.get_slice(0).partition_B(sMoreT))
-        tA = spread.make_fragment_A(spread.get_slice(0).partition_A(sA))
-        across = [spread.make_fragment_B(spread.get_slice(0).partition_B(t)) for t in (sPt, sGt)]
+        rows = [operand_a(project, t) for t in (sP, sG, sMoreP, sMoreG)]
+        tZ, tMore = (operand_b(project, t) for t in (sZ, sMore))
+        tZt, tMoreT, tA = operand_b(summed, sZt), operand_b(self.sum_more, sMoreT), operand_a(spread, sA)
+        across = [operand_b(spread, t) for t in (sPt, sGt)]
         shape, t_shape = project.partition_shape_C((ROWS, ROWS)), spread.partition_shape_C((ROWS, HALF))
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
         acc_t = cute.make_rmem_tensor(t_shape, Float32)

@@ -24,7 +24,6 @@ from tpf_jit.templates.common.norm import keep_statistics, operand_statistics
 from tpf_jit.templates.common.rings import release_stage, wait_stage
 from tpf_jit.templates.common.tiles import read_operand
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -44,6 +43,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     follow,
     load_tiles,
     more_of_pairs,
+    operand_b,
     pair_of_thread,
     prefetch,
     project_with_more,
@@ -52,6 +52,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     start_rings,
     store_rounded,
     tile_of_turn,
+    tiles_by,
     wait_for_stores,
 )
 
@@ -78,9 +79,8 @@ class TriangleMultiplicationFrontRowsSm90:
         # Of these two only the fragment is used.
         self.mma_read, self.mma_stored = (launch.warpgroup_mma(self.dtype, columns) for columns in (READ_COLUMNS, self.piece))
         self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
-        # A block of weights is the rows of the values, then those of the gates; bulk copies fill both halves, a chunk of columns
-        # at a time, which is as wide as the layout's swizzle.
-        self.chunk = 64 if self.channels % 64 == 0 else 32
+        # A block of weights is the rows of the values, then those of the gates; bulk copies fill both halves.
+        self.chunk = launch.chunk_of(self.channels)
         self.chunks = self.channels // self.chunk
         self.w_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, 2 * h, self.channels), self.dtype, self.blocks)
         self.half_layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, h, self.chunk), self.dtype, 2 * self.chunks * self.blocks)
@@ -97,7 +97,7 @@ class TriangleMultiplicationFrontRowsSm90:
             more: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -136,7 +136,7 @@ class TriangleMultiplicationFrontRowsSm90:
             fill_more(sMore, mTerms, 2 * part, self.threads, 0, part, 2)
         cute.arch.fence_view_async_shared()
 
-        (ring,) = start_rings(warp_idx, [sm.bar_z.data_ptr()], [self.z_stages * self.warpgroups])
+        (ring,) = start_rings(warp_idx, self.warpgroups, (sm.bar_z, self.z_stages))
         weight_bytes = self.blocks * tile_bytes(self.w_layout, self.dtype)
         pipe_w = tma_ring(sm.bar_w, 1, weight_bytes, 4 * self.warpgroups, last=True)
         cute.arch.mbarrier_init_fence()
@@ -155,8 +155,7 @@ class TriangleMultiplicationFrontRowsSm90:
     @cute.jit
     def load(self, ring, load_z, sZ, sizes, wg: Int32):
         """The tiles of one warpgroup."""
-        tma, gZ = load_z
-        copies = [(tma, *partition(tma, sZ, gZ, (ROWS, self.channels), (None, 0, None, None)))]
+        copies = (tiles_by(load_z, sZ, (ROWS, self.channels), (None, 0, None, None)),)
         load_tiles(ring, copies, sizes, wg, self.warpgroups, self.z_stages, tile_bytes(self.z_layout, self.dtype))
 
     @cute.jit
@@ -181,7 +180,7 @@ class TriangleMultiplicationFrontRowsSm90:
         crop, blocks, tiles = sizes
         wg, tidx = consumer_place()
         mma = self.mma
-        weights = [mma.make_fragment_B(mma.get_slice(0).partition_B(t)) for t in (sW, sMore)]
+        weights = [operand_b(mma, t) for t in (sW, sMore)]
         shape = mma.partition_shape_C((ROWS, 2 * self.tile_h))
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         operand, more_shape = (cute.make_layout(mma.partition_shape_A((ROWS, k))) for k in (self.channels, MORE))

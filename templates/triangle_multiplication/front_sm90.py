@@ -32,7 +32,6 @@ from tpf_jit.templates.common.epilogue import store_tile
 from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.norm import VECTOR, keep_statistics, pair_statistics
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -50,6 +49,8 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     decode,
     fetch_terms,
     follow,
+    operand_a,
+    operand_b,
     prefetch,
     wait_for_stores,
 )
@@ -91,7 +92,7 @@ class TriangleMultiplicationFrontSm90:
             g: smem_area(self.dtype, self.w_layout)
             o: smem_area(self.dtype, self.o_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -222,9 +223,7 @@ class TriangleMultiplicationFrontSm90:
         crop, blocks, tiles, tasks = sizes
         wg, tidx = consumer_place(2)
         mma, (tma, gF) = self.mma, stores
-        part = mma.get_slice(0)
-        tP, tG = (mma.make_fragment_A(part.partition_A(t)) for t in (sP, sG))
-        tZ = mma.make_fragment_B(part.partition_B(sZ))
+        tP, tG, tZ = operand_a(mma, sP), operand_a(mma, sG), operand_b(mma, sZ)
         shape = mma.partition_shape_C((ROWS, self.tile_n))
         acc_p, acc_g = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         z_state, w_state, done = consumer_state(self.z_stages), consumer_state(self.w_stages), consumer_state(self.w_stages)

@@ -5,10 +5,11 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import get_smem_capacity_in_bytes
 from cutlass.tensor_utils import LayoutEnum
 
 from tpf_jit.templates.common.fragments import DTYPES
-from tpf_jit.templates.common.tma import one_stage
+from tpf_jit.templates.common.tma import checked_storage, one_stage
 
 ROWS = 64  # the M of wgmma
 ROW_MAJOR, COL_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -22,6 +23,11 @@ def warpgroup_mma(dtype, columns: int, source=SHARED, a_major=K_MAJOR, b_major=K
     return sm90.make_trivial_tiled_mma(
         dtype, dtype, a_major, b_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source
     )
+
+
+def chunk_of(columns: int) -> int:
+    """Columns of one bulk copy where copies fill parts of a stage's rows: as many as the layout's swizzle spans."""
+    return 64 if columns % 64 == 0 else 32
 
 
 def of_pairs(t: cute.Tensor) -> cute.Tensor:
@@ -50,6 +56,11 @@ def tma_load(t: cute.Tensor, layout, tile):
 def tma_store(t: cute.Tensor, layout, tile):
     """(atom, coordinate tensor) that stores a stage of a shared-memory layout as a tile of t."""
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), t, one_stage(layout), tile)
+
+
+def fitting(storage):
+    """The struct of a CTA's shared memory, or an error while tracing."""
+    return checked_storage(storage, get_smem_capacity_in_bytes("sm_90"))
 
 
 def tiles_of(mZ: cute.Tensor, pairs: int):

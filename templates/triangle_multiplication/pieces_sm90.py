@@ -16,7 +16,7 @@ from tpf_jit.templates.common.fragments import rows_view
 from tpf_jit.templates.common.norm import norm_gradient, read_statistics
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, ring_of
 from tpf_jit.templates.common.tiles import two_columns
-from tpf_jit.templates.common.tma import producer_state
+from tpf_jit.templates.common.tma import partition, producer_state
 
 LOG2_E = math.log2(math.e)
 MORE = 16
@@ -48,13 +48,14 @@ def prefetch(warp_idx: Int32, copies):
 
 
 @cute.jit
-def start_rings(warp_idx: Int32, bars, stages: cutlass.Constexpr):
-    """Rings (see `rings`) of so many stages each, over mbarriers at `bars`. Wants a fence and a barrier."""
-    found = [ring_of(*each) for each in zip(bars, stages, strict=True)]
+def start_rings(warp_idx: Int32, warpgroups: cutlass.Constexpr, *areas):
+    """A ring of all warpgroups (see `rings`) for each (struct field of mbarriers, stages of one warpgroup). Wants a fence and a
+    barrier."""
+    found = [ring_of(bars.data_ptr(), warpgroups * stages) for bars, stages in areas]
     if warp_idx == 0:
         with cute.arch.elect_one():
-            for ring, count in zip(found, stages, strict=True):
-                initialise_ring(ring, count)
+            for ring, (_, stages) in zip(found, areas, strict=True):
+                initialise_ring(ring, warpgroups * stages)
     return found
 
 
@@ -62,6 +63,16 @@ def consumer_place(first: int = 1):
     """(warpgroup, thread in it) of a consumer; first: warpgroups before the consumers'."""
     wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - first)
     return wg, cute.arch.thread_idx()[0] - 128 * (wg + first)
+
+
+def operand_a(tiled_mma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles in shared memory as A operands: (.., .., step of 16, stage)."""
+    return tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(tiles))
+
+
+def operand_b(tiled_mma, tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles in shared memory as B operands, likewise."""
+    return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(tiles))
 
 
 @cute.jit
@@ -99,19 +110,33 @@ def tile_of_turn(n: Int32, warpgroups: int, wg: Int32) -> Int32:
     return (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * warpgroups + wg
 
 
+def tiles_by(load, smem: cute.Tensor, shape, coord):
+    """(atom, destination by stage, source by the coordinates left None) of tiles of `shape`; load: (atom, coordinate tensor)."""
+    tma, gmem = load
+    return tma, *partition(tma, smem, gmem, shape, coord)
+
+
+@cute.jit
+def load_stage(ring, state, copies, where, wg: Int32, stages: cutlass.Constexpr, stage_bytes: cutlass.Constexpr):
+    """By one warp: the next stage of one warpgroup, with the tiles at `where`; copies: `tiles_by` each. Returns the state of the
+    stage after it."""
+    place = wg * stages + state.index
+    bar = acquire_stage(ring, place, state.phase, stage_bytes)
+    for tma, target, source in copies:
+        cute.copy(tma, source[(None, *where)], target[None, place], tma_bar_ptr=bar)
+    state.advance()
+    return state
+
+
 @cute.jit
 def load_tiles(ring, copies, sizes, wg: Int32, warpgroups: cutlass.Constexpr, stages: cutlass.Constexpr,
                stage_bytes: cutlass.Constexpr):  # fmt: skip
-    """By one warp: the tiles of one warpgroup. copies: (atom, destination by stage, source by block, i and batch) each."""
+    """By one warp: the tiles of one warpgroup. copies: `tiles_by` (block, i, batch) each."""
     crop, blocks, tiles = sizes
     state = producer_state(stages)
     for n in cutlass.range(rounds(tiles, warpgroups, wg), unroll=1):
-        block, i, batch = decode(tile_of_turn(n, warpgroups, wg), crop, blocks)
-        place = wg * stages + state.index
-        bar = acquire_stage(ring, place, state.phase, stage_bytes)
-        for tma, target, source in copies:
-            cute.copy(tma, source[None, block, i, batch], target[None, place], tma_bar_ptr=bar)
-        state.advance()
+        where = decode(tile_of_turn(n, warpgroups, wg), crop, blocks)
+        state = load_stage(ring, state, copies, where, wg, stages, stage_bytes)
     drain_ring(ring, wg, state, stages)
 
 

@@ -26,7 +26,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from tpf_jit.templates.common.fragments import DTYPES
 from tpf_jit.templates.common.rings import acquire_stage, drain_ring, initialise_ring, ring_of, wait_stage
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     one_stage,
     partition,
@@ -37,7 +36,15 @@ from tpf_jit.templates.common.tma import (
 )
 from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, K_MAJOR, MN_MAJOR, ROW_MAJOR, ROWS
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import consumer_place, follow, prefetch, store_rounded, wait_for_stores
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
+    consumer_place,
+    follow,
+    operand_a,
+    operand_b,
+    prefetch,
+    store_rounded,
+    wait_for_stores,
+)
 
 STORED = 64  # rows and columns stored at a time
 BUFFERS = 2  # for results on their way out, of each warpgroup
@@ -78,7 +85,7 @@ class TriangleMultiplicationProductSm90:
             b: smem_area(self.dtype, self.b_layout)
             x: smem_area(self.dtype, self.x_layout)
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -183,8 +190,7 @@ class TriangleMultiplicationProductSm90:
         first, tasks, step = turns
         wg, tidx = consumer_place()
         mma, (tma, gX) = self.mma, stores
-        tA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
-        tB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+        tA, tB = operand_a(mma, sA), operand_b(mma, sB)
         acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         state, done, pieces = consumer_state(self.stages), consumer_state(self.stages), Int32(0)

@@ -39,7 +39,6 @@ from tpf_jit.templates.common.fragments import DTYPES, rows_view
 from tpf_jit.templates.common.mma import start_product
 from tpf_jit.templates.common.tiles import transposed_view
 from tpf_jit.templates.common.tma import (
-    checked_storage,
     consumer_state,
     partition,
     producer_state,
@@ -64,6 +63,8 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     decode,
     fill_more,
     follow,
+    operand_a,
+    operand_b,
     pair_of_thread,
     prefetch,
     sums_of_more,
@@ -134,7 +135,7 @@ class TriangleMultiplicationWeightsSm90:
             more_g: smem_area(self.dtype, self.more_w_layout)
             x: x_area
 
-        return checked_storage(Storage, cutlass.memory.get_smem_capacity_in_bytes("sm_90"))
+        return launch.fitting(Storage)
 
     # ---- host launch --------------------------------------------------------------------------------------------
     @cute.jit
@@ -254,14 +255,11 @@ class TriangleMultiplicationWeightsSm90:
         m, part, split = where
         crop, blocks, count, splits = sizes
         wg, tidx = consumer_place()
-        by_z, by_x = self.project_z.get_slice(0), self.project_x.get_slice(0)
-        tG, tV = self.project_z.make_fragment_A(by_z.partition_A(sG)), self.project_x.make_fragment_A(by_x.partition_A(sV))
-        tZ, tX = self.project_z.make_fragment_B(by_z.partition_B(sZ)), self.project_x.make_fragment_B(by_x.partition_B(sX))
-        tZt = self.sum_z.make_fragment_B(self.sum_z.get_slice(0).partition_B(sZt))
-        tXt = self.sum_x.make_fragment_B(self.sum_x.get_slice(0).partition_B(sXt))
-        tMore = self.project_z.make_fragment_B(by_z.partition_B(sMore))
-        tMoreV, tMoreG = (self.project_z.make_fragment_A(by_z.partition_A(t)) for t in (sMoreV, sMoreG))
-        tMoreT = self.sum_more.make_fragment_B(self.sum_more.get_slice(0).partition_B(sMoreT))
+        tG, tV = operand_a(self.project_z, sG), operand_a(self.project_x, sV)
+        tZ, tX = operand_b(self.project_z, sZ), operand_b(self.project_x, sX)
+        tZt, tXt = operand_b(self.sum_z, sZt), operand_b(self.sum_x, sXt)
+        tMore, tMoreT = operand_b(self.project_z, sMore), operand_b(self.sum_more, sMoreT)
+        tMoreV, tMoreG = (operand_a(self.project_z, t) for t in (sMoreV, sMoreG))
         shape = self.project_z.partition_shape_C((ROWS, self.tile_n))
         accs = [[cute.make_rmem_tensor(shape, Float32) for _ in range(2)] for _ in range(self.tiles)]
         sum_v = cute.make_rmem_tensor(self.sum_x.partition_shape_C((ROWS, self.tile_v)), Float32)
