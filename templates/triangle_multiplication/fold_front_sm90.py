@@ -11,21 +11,20 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from tpf_jit.templates.common.fragments import DTYPES
-from tpf_jit.templates.common.rings import initialise_ring, ring_of
-from tpf_jit.templates.common.tma import smem_tensor, tile_bytes
+from tpf_jit.templates.common.tma import smem_tensor
+from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.fold_sm90 import (
     VECTOR,
     columns_of,
     fold_row,
+    parts_of,
     read_columns,
     scale_and_sum,
     write_columns,
 )
 from tpf_jit.templates.triangle_multiplication.front_rows_sm90 import TriangleMultiplicationFrontRowsSm90
-from tpf_jit.templates.triangle_multiplication.pieces_sm90 import MORE, OF_ROW, follow, three_parts
+from tpf_jit.templates.triangle_multiplication.pieces_sm90 import MORE, OF_ROW, follow, prefetch, start_rings, three_parts
 
 
 class TriangleMultiplicationFoldFrontSm90(TriangleMultiplicationFrontRowsSm90):
@@ -44,11 +43,8 @@ class TriangleMultiplicationFoldFrontSm90(TriangleMultiplicationFrontRowsSm90):
     ):
         self._setup()
         load_z, stores, sizes, ctas = self.tiles(mZ, mFactors, num_ctas)
-        norm_in, norm_out = (mInW, mInB), (mOutW, mOutB)
-        parts = (  # as `fold_row` takes them
-            (mP, fP, norm_in, mPBias, mIn, 0), (mG, fG, norm_in, mGBias, mIn, 2),
-            (mPOut, fPOut, norm_out, mPOutBias, mOut, 0), (mGOut, fGOut, norm_in, mGOutBias, mOut, 2),
-        )
+        matrices, folded, biases = (mP, mG, mPOut, mGOut), (fP, fG, fPOut, fGOut), (mPBias, mGBias, mPOutBias, mGOutBias)
+        parts = parts_of(matrices, folded, (mInW, mInB), (mOutW, mOutB), biases, mIn, mOut)
         self.kernel(load_z, stores, (mMask, mStats), parts, eps, sizes).launch(
             grid=(ctas, 2, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
@@ -62,24 +58,18 @@ class TriangleMultiplicationFoldFrontSm90(TriangleMultiplicationFrontRowsSm90):
             follow()
             self.fold_for_others(parts, warp_idx)
         else:
-            if warp_idx == 0:
-                for atom, _ in (load_z, stores):
-                    cpasync.prefetch_descriptor(atom)
+            prefetch(warp_idx, (load_z, stores))
             sm = cutlass.memory.SmemAllocator().allocate(self._storage())
             follow()
             sZ, sW, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.w, self.w_layout), smem_tensor(sm.o, self.o_layout)
             sMore = smem_tensor(sm.more, self.more_layout)
-            z_stages, z_bytes = self.z_stages * self.warpgroups, tile_bytes(self.z_layout, self.dtype)
-            ring = ring_of(sm.bar_z.data_ptr(), z_stages)
-            if warp_idx == 0:
-                with cute.arch.elect_one():
-                    initialise_ring(ring, z_stages)
+            (ring,) = start_rings(warp_idx, self.warpgroups, (sm.bar_z, self.z_stages))
             cute.arch.mbarrier_init_fence()
             cute.arch.barrier()
             if warp_idx < 4:
                 cute.arch.setmaxregister_decrease(self.producer_registers)
                 if warp_idx < self.warpgroups:
-                    self.load(ring, load_z, sZ, sizes, warp_idx, z_bytes)
+                    self.load(ring, load_z, sZ, sizes, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
                 for half in cutlass.range_constexpr(2):
@@ -143,28 +133,9 @@ def sums_over_lanes(values: cute.Tensor) -> Float32:
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):
     """Compile the kernel of (variant, config) against symbolic sizes; returns the DSL's compiled function."""
-    dtype, channels, hidden = DTYPES[variant["dtype"]], variant["channels"], variant["hidden"]
-    kind = DTYPES[variant["weight_dtype"]]
-    batch, crop, padded = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def tensor(dtype, shape, step: int, align: int = 16):
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
-
-    def matrix(dtype, rows: int, columns: int, align: int = 16):
-        return cute.runtime.make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=align)
-
-    def vector(size: int, align: int = 16):
-        return cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=align)
-
-    shapes = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
-    biases = [vector(rows, 4) if variant["bias"] else None for rows, _ in shapes]
-    mask = tensor(Float32, (batch, crop, crop), 1, 4) if variant["mask"] else None
-    return cute.compile(
-        TriangleMultiplicationFoldFrontSm90(variant, config, registers),
-        tensor(dtype, (batch, crop, crop, channels), 8), mask, *(matrix(kind, *shape) for shape in shapes),
-        vector(channels), vector(channels), vector(hidden), vector(hidden), *biases,
-        *(matrix(dtype, *shape) for shape in shapes), matrix(Float32, 2 * hidden, 4), matrix(Float32, channels, 4),
-        tensor(dtype, (batch, 2, hidden, crop, padded), 8), tensor(Float32, (batch, crop, crop, 2), 2, 8),
-        Float32(1e-5), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    problem = launch.SymbolicProblem(variant)
+    folding = problem.folding(variant["weight_dtype"], variant["bias"], aligned=True)
+    return launch.compiled(
+        TriangleMultiplicationFoldFrontSm90(variant, config, registers), problem.pairs(), problem.mask(), *folding,
+        problem.factors(), problem.stats(), Float32(1e-5), options=options,
     )

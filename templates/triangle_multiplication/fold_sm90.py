@@ -18,10 +18,9 @@ A warp folds one row.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
-from tpf_jit.templates.common.fragments import DTYPES
-from tpf_jit.templates.triangle_multiplication.launch_sm90 import compiled, dense
+from tpf_jit.templates.triangle_multiplication.launch_sm90 import SymbolicProblem, compiled
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import follow
 
 WARPS = 8  # of one CTA
@@ -43,12 +42,8 @@ class TriangleMultiplicationFoldSm90:
         fP: cute.Tensor, fG: cute.Tensor, fPOut: cute.Tensor, fGOut: cute.Tensor, mIn: cute.Tensor, mOut: cute.Tensor,
         num_ctas: Int32, stream: cuda.CUstream,
     ):
-        norm_in, norm_out = (mInW, mInB), (mOutW, mOutB)
-        # matrix, folded matrix, norm, bias, terms, first of its two columns of them
-        parts = (
-            (mP, fP, norm_in, mPBias, mIn, 0), (mG, fG, norm_in, mGBias, mIn, 2),
-            (mPOut, fPOut, norm_out, mPOutBias, mOut, 0), (mGOut, fGOut, norm_in, mGOutBias, mOut, 2),
-        )
+        matrices, folded, biases = (mP, mG, mPOut, mGOut), (fP, fG, fPOut, fGOut), (mPBias, mGBias, mPOutBias, mGOutBias)
+        parts = parts_of(matrices, folded, (mInW, mInB), (mOutW, mOutB), biases, mIn, mOut)
         rows = 4 * self.hidden + 2 * self.channels
         self.kernel(parts).launch(grid=(-(-rows // WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True)
 
@@ -59,10 +54,16 @@ class TriangleMultiplicationFoldSm90:
         fold_row(parts, row)
 
 
+def parts_of(matrices, folded, norm_in, norm_out, biases, in_terms, out_terms):
+    """Of p_in, g_in, p_out and g_out: (matrix, folded matrix, (norm's weight, its bias), bias or None, terms, first of its two
+    columns of them)."""
+    norms, terms = (norm_in, norm_in, norm_out, norm_in), (in_terms, in_terms, out_terms, out_terms)
+    return tuple(zip(matrices, folded, norms, biases, terms, (0, 2, 0, 2), strict=True))
+
+
 @cute.jit
 def fold_row(parts, row: Int32):
-    """One row, by one warp, of matrices whose rows are counted on; nothing if there is no such row. parts: (matrix, folded
-    matrix, (norm's weight, its bias), bias or None, terms, first of its two columns of them) of each."""
+    """One row of the four matrices, see `parts_of`, by one warp; nothing if there is no such row."""
     first = 0
     for matrix, folded, norm, shift, terms, column in parts:
         own, count, width = row - first, matrix.shape[0], matrix.shape[1]
@@ -124,14 +125,7 @@ def scale_and_sum(values: cute.Tensor, scale: cute.Tensor, move: cute.Tensor, ro
 
 def build(variant: dict, options: str):
     """Compile the kernel of a variant; returns the DSL's compiled function."""
-    kind, channels, hidden = DTYPES[variant["weight_dtype"]], variant["channels"], variant["hidden"]
-
-    shapes = ((2 * hidden, channels), (2 * hidden, channels), (channels, hidden), (channels, channels))
+    problem = SymbolicProblem({"dtype": "bfloat16", **variant})
     # A caller's weights may lie anywhere, as parts of one flat buffer do.
-    matrices = [dense(kind, *shape, align=kind.width // 8) for shape in shapes]
-    norms = [dense(Float32, size, align=4) for size in (channels, channels, hidden, hidden)]
-    biases = [dense(Float32, rows, align=4) if variant["bias"] else None for rows, _ in shapes]
-    return compiled(
-        TriangleMultiplicationFoldSm90(variant), *matrices, *norms, *biases, *(dense(BFloat16, *shape) for shape in shapes),
-        dense(Float32, 2 * hidden, 4), dense(Float32, channels, 4), options=options,
-    )
+    operands = problem.folding(variant["weight_dtype"], variant["bias"], aligned=False)
+    return compiled(TriangleMultiplicationFoldSm90(variant), *operands, options=options)

@@ -118,6 +118,17 @@ class SymbolicProblem:
         """Value weights (rows, values), gate weights (rows, C), and terms (rows, 4) float32."""
         return dense(self.dtype, rows, values), dense(self.dtype, rows, self.channels), dense(Float32, rows, 4)
 
+    def folding(self, weight_dtype: str, biased: bool, aligned: bool) -> tuple[cute.Tensor | None, ...]:
+        """What a kernel that folds weights reads and writes, in the order of `layout.fold_operands`. aligned: matrices and norms
+        to 16 bytes, else to an element."""
+        c, d = self.channels, self.hidden
+        shapes, kind = ((2 * d, c), (2 * d, c), (c, d), (c, c)), DTYPES[weight_dtype]
+        matrices = (dense(kind, *shape, align=16 if aligned else kind.width // 8) for shape in shapes)
+        norms = (dense(Float32, size, align=16 if aligned else 4) for size in (c, c, d, d))
+        biases = (dense(Float32, rows, align=4) if biased else None for rows, _ in shapes)
+        folded = (dense(self.dtype, *shape) for shape in shapes)
+        return *matrices, *norms, *biases, *folded, dense(Float32, 2 * d, 4), dense(Float32, c, 4)
+
     def sums(self, rows: int, values: int) -> tuple[cute.Tensor, cute.Tensor]:
         """Planes (splits, rows, values + C) and sums (splits, rows, 2), float32."""
         return dense(Float32, self.splits, rows, values + self.channels), dense(Float32, self.splits, rows, 2)
