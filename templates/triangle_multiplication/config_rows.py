@@ -103,8 +103,9 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
         return front_rows_sm90.build(variant, config, self.registers(config), options)
 
 
-SMALL_CROP = 128
-"""Up to which fold and front are one launch: there the host takes longer than the device, and launches are its work."""
+SMALL_PAIRS = 128**2
+"""Up to so many pairs of all batch elements fold and front are one launch: there the host takes longer than the device, and
+launches are its work."""
 
 
 class TriangleMultiplicationFoldFront(TriangleMultiplicationFrontRows):
@@ -116,10 +117,10 @@ class TriangleMultiplicationFoldFront(TriangleMultiplicationFrontRows):
     """Where it does not serve, fold and front do its work."""
 
     def supports(self, shape: Any) -> tuple[bool, str]:
-        supported, reason = super().supports(shape)
-        if supported and shape.crop > SMALL_CROP:
-            return False, f"the kernel is for crops up to {SMALL_CROP}, not {shape.crop}"
-        return supported, reason
+        pairs = shape.batch * shape.crop**2
+        if pairs > SMALL_PAIRS:  # first, as it costs nothing: calls without a plan ask
+            return False, f"the kernel is for up to {SMALL_PAIRS} pairs, as of one crop of 128, not {pairs}"
+        return super().supports(shape)
 
     def variant(self, shape: Any, *, bias: bool = False) -> dict[str, Any]:
         return {**super().variant(shape), "weight_dtype": shape.weight_dtype, "bias": bool(bias)}

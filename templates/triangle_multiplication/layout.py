@@ -40,9 +40,8 @@ columns more in the products (`pieces_sm90.MORE`).
     in_terms, out_terms      float32 (2 D, 4) and (C, 4): of every row u and b' of p, then u and b' of g
 
 What folding writes lies on 16-byte boundaries; what it reads may lie anywhere, as parts of a flat buffer do, but for fold_front's
-matrices and norms, which do lie on such boundaries. P makes every row of
-factors and x a whole number of 16 bytes, the unit of TMA. Weights of other dtypes are converted once a call; they are small.
-Nothing here reads a value on the host.
+matrices and norms, which do lie on such boundaries. P makes every row of factors and x a whole number of 16 bytes, the unit of
+TMA. Weights of other dtypes are converted once a call; they are small. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -55,6 +54,8 @@ from torch import Tensor
 OPERAND_ALIGN = 8
 """Strides of 16-bit operands are multiples of this many elements: 16 bytes."""
 ALIGN_BYTES = 16
+MATRICES_AND_NORMS = 8
+"""The first of `fold_operands`: four matrices, weight and bias of two norms."""
 CONTRACTIONS = {"outgoing": "nt", "incoming": "tn"}
 """The product that is the contraction of a direction."""
 
@@ -110,8 +111,9 @@ class Operands(NamedTuple):
 
     def fold_front(self, weights: Weights, factors: Tensor, z_stats: Tensor) -> tuple[Tensor | None, ...]:
         """Tensor arguments of a kernel that folds `weights` as well, whose matrices and norms it reads 16 bytes at a time."""
-        read, rest = (folding := fold_operands(weights, self.folded))[:8], folding[8:]
-        return self.z, self.mask, *[x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone() for x in read], *rest, factors, z_stats
+        folding = fold_operands(weights, self.folded)
+        read = [x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone() for x in folding[:MATRICES_AND_NORMS]]
+        return self.z, self.mask, *read, *folding[MATRICES_AND_NORMS:], factors, z_stats
 
     def back(
         self, z_stats: Tensor, x: Tensor, residual: Tensor | None, out: Tensor, x_stats: Tensor | None

@@ -10,9 +10,11 @@ import torch
 
 import tpf_jit
 from tpf_jit import kernels
+from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, FallbackWarning
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates import registry
+from tpf_jit.templates.triangle_multiplication import layout
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES
 from tpf_jit.templates.triangle_multiplication.workload import (
     BackWorkload,
@@ -178,6 +180,35 @@ def test_every_configuration(name: str, channels: int) -> None:
         if hasattr(workload, "configure"):
             workload.configure(config)
         agree(workload, kernels.get_kernel(template.name, shape, (), config).function)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(), dict(channels=96, hidden=160, mask="bool"), dict(channels=256, hidden=64, batch=3), dict(weight_dtype="bfloat16")],
+    ids=str,
+)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize(
+    "launch", [dict(), dict(tile_h=16, consumer_warpgroups=4), dict(tile_h=16, consumer_warpgroups=1, sets=2)], ids=str
+)
+def test_folding_in_front_gives_the_bits_of_two_launches(fields: dict, biases: bool, launch: dict) -> None:
+    shape = TriangleMultiplicationShape(**{"crop": 70, **fields})
+    template = registry.get("triangle_multiplication_fold_front_sm90")
+    config = dataclasses.replace(template.default(shape), **launch)
+    if template.check(shape, config) is not None:
+        pytest.skip(template.check(shape, config))
+    workload = FoldFrontWorkload(shape, DEVICE, projection_biases=biases)
+    x = workload.make_inputs(0)
+    flags = (("bias", biases),)
+    found = workload.run(kernels.function_of(KernelSpec.make(template, shape, config, bias=biases)), x)
+    fold = kernels.get_kernel(f"{shape.op}/fold", shape, flags).function
+    folded = FoldWorkload(shape, DEVICE, projection_biases=biases).run(fold, x.weights)
+    assert all(torch.equal(found[name], part) for name, part in folded.items())
+    operands = layout.prepare(x.z, x.mask, layout.Folded(**folded))
+    factors, stats = torch.full_like(found["factors"], torch.nan), torch.full_like(found["stats"], torch.nan)
+    rows = kernels.get_kernel("triangle_multiplication_front_rows_sm90", shape)
+    rows.function(*operands.front(factors, stats), 1e-5, workload.num_ctas)
+    assert torch.equal(factors, found["factors"]) and torch.equal(stats, found["stats"])
 
 
 @pytest.mark.parametrize("weight_stages, sets", [(2, 1), (4, 2)])

@@ -12,12 +12,13 @@ import torch
 from multiplication_emulation import EmulatedKernels
 from test_trimul_ops import BF16, call, distance, gradients, leaves, run
 
-from tpf_jit.ops import multiplication_plans, multiplication_routing, routing
+from tpf_jit import api
+from tpf_jit import kernels as kernels_of
+from tpf_jit.ops import multiplication_backward, multiplication_plans, multiplication_routing, routing
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_multiplication import reference
-from tpf_jit.templates.triangle_multiplication.config_rows import SMALL_CROP
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 TOGETHER = multiplication_routing.FOLD_FRONT
@@ -40,16 +41,23 @@ def looked_up(kernels: EmulatedKernels) -> list[str]:
     return [family for family, _ in kernels.asked]
 
 
-def names(crop: int, channels: int = 128, hidden: int = 128) -> tuple[str, ...]:
-    shape = TriangleMultiplicationShape(crop, channels, hidden)
+def names(crop: int, channels: int = 128, hidden: int = 128, batch: int = 1) -> tuple[str, ...]:
+    shape = TriangleMultiplicationShape(crop, channels, hidden, batch=batch)
     return tuple(family.partition("/")[2] for family in multiplication_routing.families(shape))
 
 
 def test_which_calls_take_three_launches() -> None:
-    assert names(1) == names(SMALL_CROP) == names(64, 96, 160) == ("fold_front", "product_nt", "back")
+    assert names(1) == names(128) == names(64, 96, 160) == names(64, batch=4) == ("fold_front", "product_nt", "back")
     four = ("fold", "front", "product_nt", "back")
-    assert names(SMALL_CROP + 1) == four, "no longer small"
+    assert names(129) == names(64, batch=5) == four, "no longer few pairs"
     assert names(64, 256, 256) == four, "weights that do not fit on an SM"
+
+
+def test_larger_calls_pay_nothing_for_it(monkeypatch) -> None:
+    """Every call without a plan asks, so the answer must come before spaces of configurations are made."""
+    template = registry.get("triangle_multiplication_fold_front_sm90")
+    monkeypatch.setattr(type(template), "space", lambda *_: pytest.fail("a space was made"))
+    assert not multiplication_routing.folds_in_front(TriangleMultiplicationShape(129))
 
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
@@ -102,10 +110,15 @@ def test_without_that_kernel_the_two_it_stands_for_run(kernels) -> None:
     kernels.asked.clear()
     kernels.missing = {TOGETHER}
     assert torch.equal(run(x), want)
-    assert looked_up(kernels) == [TOGETHER, *multiplication_routing.families(TriangleMultiplicationShape(200))]
-    kernels.missing = {TOGETHER, multiplication_routing.FRONT}
+    product, back = multiplication_routing.contraction("outgoing"), multiplication_routing.BACK
+    assert looked_up(kernels) == [TOGETHER, multiplication_routing.FOLD, FRONT_ROWS, product, back]
+    kernels.ran.clear()
+    x = leaves(x)
+    run(x, recompute=True).backward(x.grad_out)
+    assert kernels.ran.count(FRONT_ROWS) == 2, "one template makes the factors, and makes them again"
+    kernels.missing = {TOGETHER, FRONT_ROWS}
     multiplication_plans._plans.clear()
-    with pytest.raises(UserWarning, match="no kernel of triangle_multiplication/front"):
+    with pytest.raises(UserWarning, match=f"no kernel of {FRONT_ROWS}"):
         run(x)
 
 
@@ -123,6 +136,28 @@ def test_a_training_step(kernels, recompute: bool) -> None:
     count = len(kernels.asked)
     run(leaves(x), recompute=recompute).backward(x.grad_out)
     assert len(kernels.asked) == count, "a plan"
+
+
+@pytest.mark.parametrize("crop", [64, 384])
+def test_what_a_step_that_makes_factors_again_needs_is_prepared(crop: int) -> None:
+    shape = TriangleMultiplicationShape(crop)
+    take = multiplication_backward.Steps(True, True, True, None)
+    needed = {family for family, _, runs in multiplication_backward.variants(shape, take, (False, False)) if runs}
+    prepared = {kernel.spec.template for kernel in api._of_training(shape)}
+    assert {kernels_of.get_kernel(family, shape).spec.template for family in needed} <= prepared
+
+
+def test_torch_compile_with_crops_on_both_sides(kernels) -> None:
+    def update(z, *weights):
+        return triangle_multiplication(z, "outgoing", None, *weights)
+
+    compiled = torch.compile(update, dynamic=True, backend="eager")
+    for crop in (120, 128, 129, 140):
+        x = call(crop)
+        kernels.asked.clear()
+        found = compiled(x.z, *x.weights)
+        assert (looked_up(kernels)[0] == TOGETHER) == (crop <= 128)
+        assert torch.equal(found, run(x))
 
 
 def test_its_template_makes_the_factors_again() -> None:

@@ -9,7 +9,7 @@
     finish             gradients of the weights from the sums; in PyTorch for some kinds of weights (`kernel_finishes`)
 
 Without a gradient of z, p_in, g_in or norm_in only back_weights runs. A forward that saved neither the contraction nor the
-factors gets both again from its own front and contraction kernels.
+factors gets both again from the kernels of front and contraction.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def steps(weights: Weights, needed: Sequence[bool]) -> Steps:
 
 
 class Kernels(NamedTuple):
-    """The kernels of one backward, loaded; those that it does not take are None. front and contraction are the forward's, for
-    what it did not save; left and right give the gradients of a and b, in the order of an outgoing or an incoming update."""
+    """The kernels of one backward, loaded; those that it does not take are None. front and contraction make again what
+    the forward did not save; left and right give the gradients of a and b, in the order of an outgoing or an incoming update."""
 
     outgoing: bool
     front: routing.Launch | None
@@ -106,8 +106,9 @@ def variants(
 
 def all_variants(shape: TriangleMultiplicationShape, partial: bool = False) -> list[tuple[str, Flags]]:
     """(family, flags) of backwards in which everything has a gradient, nothing is made again and projections have no biases; the
-    norms have the matrices' dtype, or are float32. `partial`: those too that run where some gradients are not wanted."""
-    found = {}
+    norms have the matrices' dtype, or are float32. `partial`: those too that run where some gradients are not wanted, or where
+    factors are made again."""
+    found = {(multiplication_routing.front_again(shape), ()): None} if partial else {}
     for together in (True, False) if partial else (True,):
         for norm_dtype in (shape.weight_dtype, "float32"):
             take = Steps(True, True, True, multiplication_routing.finish_flags(False, norm_dtype))

@@ -31,13 +31,14 @@ def contraction(direction: str) -> str:
 
 
 def families(shape: TriangleMultiplicationShape, together: bool = True) -> tuple[str, ...]:
-    """The families of the kernels of one update, in the order of their launches. together: whether FOLD_FRONT may be one."""
-    first = (FOLD_FRONT,) if together and folds_in_front(shape) else (FOLD, FRONT)
+    """The families, or templates, of the kernels of one update, in the order of their launches. together: whether FOLD_FRONT may
+    be one."""
+    first = (FOLD_FRONT,) if together and folds_in_front(shape) else (FOLD, front_again(shape))
     return *first, contraction(shape.direction), BACK
 
 
 def folds_in_front(shape: TriangleMultiplicationShape) -> bool:
-    """Whether one family, FOLD_FRONT, does what FOLD and FRONT do: at small crops, where launches count."""
+    """Whether one family, FOLD_FRONT, does what FOLD and FRONT do: where pairs are few, and launches count."""
     return _refusal(shape, "fold and front", (FOLD_FRONT,)) is None
 
 
@@ -157,7 +158,7 @@ def backward_reason(
         return routing.EMPTY
     channels, hidden = int(z.shape[-1]), int(p_in_weight.shape[0]) // 2
     try:
-        # Templates refuse dtypes and widths only.
+        # Templates refuse dtypes and widths only; the one that refuses crops has others beside it.
         shape = _shape(1, channels, hidden, direction, 1, dtype_name(dtype), dtype_name(p_in_weight.dtype), "none")
     except InvalidInput as error:
         return str(error)

@@ -5,8 +5,8 @@
       -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved: kernels, or PyTorch in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-On a Hopper GPU and with bf16 activations the forward is four kernels (`multiplication_launch`), and the backward up to seven more
-(`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
+On a Hopper GPU and with bf16 activations the forward is four kernels, or three (`multiplication_launch`), and the backward up to
+seven more (`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
 """
 
 from __future__ import annotations

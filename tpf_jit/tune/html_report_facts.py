@@ -153,13 +153,13 @@ def _multiplication_work(shape: TriangleMultiplicationShape, direction: str) -> 
     the result. The backward's kernels get neither values nor gates, so computing them counts: each multiplies twice what its
     forward does, and front_gradients, which makes two things of them, three times. back_backward reads z, x and dout, and writes
     dx and the gate's share dzn; front_backward and front_gradients read z, dzn and the gradients of both factors, and write dz;
-    those of the weights read the same but dzn, and write little. Statistics and weights are left out. A sigmoid is an
-    exponential."""
+    those of the weights read the same but dzn, and write little. Statistics, weights and folding them are left out. A sigmoid is
+    an exponential."""
     pairs, c, d = shape.batch * shape.crop**2, shape.channels, shape.hidden
     masks = pairs * (4 if shape.mask == "float" else 1) * (shape.mask != "none")
     front, back = 8.0 * pairs * c * d, 2.0 * pairs * c * (c + d)
     found = {
-        "front": (front, 2 * pairs * (c + 2 * d) + masks, 2 * pairs * d),
+        **dict.fromkeys(("front", "fold_front"), (front, 2 * pairs * (c + 2 * d) + masks, 2 * pairs * d)),
         "back": (back, 2 * pairs * (2 * c + d), pairs * c),
         "back_backward": (2 * back, 2 * pairs * (3 * c + 2 * d), pairs * c),
         "back_weights": (2 * back, 2 * pairs * (2 * c + d), pairs * c),
