@@ -16,6 +16,14 @@ from tpf_jit.templates.triangle_multiplication.config import TriangleMultiplicat
 class _Rows:
     """What both add to the templates whose work they do."""
 
+    most_parts: Container[int] = (1, 2, 4, 8)
+    """CTAs that may share the weights' rows."""
+
+    def parts_of(self, shape: Any, weight_bytes: int) -> tuple[int, ...]:
+        """Numbers of parts worth a try: one where all weights fit on an SM, else the two smallest of which each does."""
+        fit = [parts for parts in self.most_parts if weight_bytes <= parts * CTA_SHARED_BYTES]
+        return tuple(fit[:1] if fit[:1] == [1] else fit[:2])
+
     def supports(self, shape: Any) -> tuple[bool, str]:
         supported, reason = super().supports(shape)
         if supported and not self.space(shape):
@@ -42,6 +50,8 @@ class FrontRowsConfig:
     """Blocks whose products are under way or being gated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
+    parts: int = 1
+    """CTAs that share the weights' rows: each has some of them, and all tiles of z pass by all."""
 
     @property
     def piece(self) -> int:
@@ -60,40 +70,41 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
         return shape.channels // 4 + config.sets * config.tile_h + 48
 
     def shared_bytes(self, shape: Any, config: FrontRowsConfig) -> int:
-        weights, warpgroups = 8 * shape.hidden * shape.channels, config.consumer_warpgroups
+        weights, warpgroups = 8 * shape.hidden * (shape.channels + 16) // config.parts, config.consumer_warpgroups
         tiles = warpgroups * (config.z_stages * 128 * shape.channels + config.out_stages * 128 * config.piece)
-        return 2048 + weights + tiles + 128 * shape.hidden
+        return 2048 + weights + tiles
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_h": (16, 32, 64), "consumer_warpgroups": (1, 2, 3, 4), "z_stages": (1, 2), "out_stages": (2, 4),
-            "sets": (1, 2), "ctas_per_sm": (1,),
+            "sets": (1, 2), "ctas_per_sm": (1,), "parts": self.most_parts,
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: FrontRowsConfig) -> str | None:
-        if 2 * shape.hidden % config.tile_h:
-            return f"tile_h={config.tile_h} does not divide the weights' {2 * shape.hidden} rows"
-        if 2 * shape.hidden // config.piece % config.out_stages:  # buffers take turns across tiles
-            return f"the weights' {2 * shape.hidden} rows are no multiple of {config.out_stages} buffers"
+        rows, whose = 2 * shape.hidden // config.parts, f"rows of each of {config.parts} parts of the weights"
+        if 2 * shape.hidden % (config.parts * config.tile_h):
+            return f"tile_h={config.tile_h} does not divide the {rows} {whose}"
+        if rows // config.piece % config.out_stages:  # buffers take turns across tiles
+            return f"the {rows} {whose} are no multiple of {config.out_stages} buffers"
         return None
 
     def space(self, shape: Any) -> list[FrontRowsConfig]:
-        if 8 * shape.hidden * shape.channels > CTA_SHARED_BYTES:
-            return []
         return [
             config
-            for warpgroups in (2, 3, 4)
+            for parts in self.parts_of(shape, 8 * shape.hidden * shape.channels)
+            for warpgroups in (1, 2, 3, 4)
             for tile_h in (32, 64)
             for z in (2, 1)
             for sets in (2, 1)
-            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, 2, sets)) is None
+            if (warpgroups > 1 or parts > 1)
+            and self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, 2, sets, parts=parts)) is None
         ]
 
     def default(self, shape: Any) -> FrontRowsConfig:
         """As many warpgroups as fit, which was fastest on an H200, with the largest blocks, one under way; always legal."""
 
         def rank(c: FrontRowsConfig) -> tuple:
-            return c.consumer_warpgroups, -c.sets, c.tile_h, c.z_stages, c.out_stages
+            return -c.parts, c.consumer_warpgroups, -c.sets, c.tile_h, c.z_stages, c.out_stages
 
         return max(self.space(shape), key=rank)
 
@@ -113,6 +124,7 @@ class TriangleMultiplicationFoldFront(TriangleMultiplicationFrontRows):
 
     name = "triangle_multiplication_fold_front_sm90"
     direction = "fold_front"
+    most_parts = (1,)
     optional = True
     """Where it does not serve, fold and front do its work."""
 
@@ -160,6 +172,9 @@ class BackRowsConfig:
     """Blocks whose products are under way or being gated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
+    parts: int = 1
+    """CTAs that share the weights' rows: each has some of them, and all tiles of z and x pass by all. Where there are several, the
+    result must not lie over z, which one would write while others read it."""
 
 
 class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
@@ -175,33 +190,38 @@ class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
     def shared_bytes(self, shape: Any, config: BackRowsConfig) -> int:
         width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
         tiles = warpgroups * (config.stages * 128 * width + config.out_stages * 128 * config.tile_c)
-        return 3072 + 2 * shape.channels * width + tiles + 64 * shape.channels
+        return 3072 + 2 * shape.channels * (width + 32) // config.parts + tiles
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2), "out_stages": (2, 4), "sets": (1, 2),
-            "ctas_per_sm": (1,),
+            "ctas_per_sm": (1,), "parts": self.most_parts,
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: BackRowsConfig) -> str | None:
-        if shape.channels % (config.out_stages * config.tile_c):  # buffers take turns across tiles
-            return f"{config.out_stages} blocks of tile_c={config.tile_c} do not divide the {shape.channels} channels"
+        if shape.channels % (config.parts * config.out_stages * config.tile_c):  # buffers take turns across tiles
+            return (
+                f"{config.parts} parts of {config.out_stages} blocks of tile_c={config.tile_c} do not divide the "
+                f"{shape.channels} channels"
+            )
         return None
 
     def space(self, shape: Any) -> list[BackRowsConfig]:
         return [
             config
-            for warpgroups, tile_c in ((2, 32), (2, 64), (3, 32), (3, 64))
+            for parts in self.parts_of(shape, 2 * shape.channels * (shape.channels + shape.hidden))
+            for warpgroups, tile_c in ((1, 32), (1, 64), (2, 32), (2, 64), (3, 32), (3, 64))
             for stages in (2, 1)
             for sets in (2, 1)
-            if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, 2, sets)) is None
+            if (warpgroups > 1 or parts > 1)
+            and self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, 2, sets, parts=parts)) is None
         ]
 
     def default(self, shape: Any) -> BackRowsConfig:
         """As many warpgroups as fit, which was fastest on an H200, with the largest blocks, one under way; always legal."""
 
         def rank(c: BackRowsConfig) -> tuple:
-            return c.consumer_warpgroups, -c.sets, c.tile_c, -c.stages
+            return -c.parts, c.consumer_warpgroups, -c.sets, c.tile_c, -c.stages
 
         return max(self.space(shape), key=rank)
 

@@ -38,6 +38,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     LOG2_E,
     MORE,
     consumer_place,
+    ctas_of,
     decode,
     fill_more,
     follow,
@@ -45,6 +46,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     more_of_pairs,
     operand_b,
     pair_of_thread,
+    part_of_cta,
     prefetch,
     project_with_more,
     rounds,
@@ -67,7 +69,8 @@ class TriangleMultiplicationFrontRowsSm90:
         self.channels, self.rows, self.has_mask = variant["channels"], 2 * variant["hidden"], variant["mask"]
         self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
         self.z_stages, self.out_stages, self.sets = config.z_stages, config.out_stages, config.sets
-        self.blocks, self.piece = self.rows // self.tile_h, config.piece
+        self.parts, self.own, self.piece = config.parts, self.rows // config.parts, config.piece
+        self.blocks = self.own // self.tile_h
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -119,7 +122,7 @@ class TriangleMultiplicationFrontRowsSm90:
         load_z = launch.tma_load(launch.of_pairs(mZ), self.z_layout, (ROWS, self.channels))
         stores = launch.tma_store(launch.of_factors(mFactors), self.o_layout, (self.piece, ROWS))
         sizes = launch.tiles_of(mZ, ROWS)
-        return load_z, stores, sizes, cutlass.min(cute.ceil_div(sizes[2], self.warpgroups), num_ctas)
+        return load_z, stores, sizes, ctas_of(sizes[2], num_ctas, self.warpgroups, self.parts)
 
     # ---- device: set-up and warp roles --------------------------------------------------------------------------
     @cute.kernel
@@ -133,7 +136,7 @@ class TriangleMultiplicationFrontRowsSm90:
         sW, sHalves = smem_tensor(sm.w, self.w_layout), smem_tensor(sm.w, self.half_layout)
         sMore = smem_tensor(sm.more, self.more_layout)
         for part in cutlass.range_constexpr(2):
-            fill_more(sMore, mTerms, 2 * part, self.threads, 0, part, 2)
+            fill_more(sMore, mTerms, 2 * part, self.threads, part_of_cta(self.parts) * self.own, part, 2)
         cute.arch.fence_view_async_shared()
 
         (ring,) = start_rings(warp_idx, self.warpgroups, (sm.bar_z, self.z_stages))
@@ -156,20 +159,20 @@ class TriangleMultiplicationFrontRowsSm90:
     def load(self, ring, load_z, sZ, sizes, wg: Int32):
         """The tiles of one warpgroup."""
         copies = (tiles_by(load_z, sZ, (ROWS, self.channels), (None, 0, None, None)),)
-        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.z_stages, tile_bytes(self.z_layout, self.dtype))
+        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.z_stages, tile_bytes(self.z_layout, self.dtype), self.parts)
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sHalves):
         state = producer_state(1)
         pipe_w.producer_acquire(state)
-        bar = pipe_w.producer_get_barrier(state)
+        bar, first = pipe_w.producer_get_barrier(state), part_of_cta(self.parts) * self.blocks
         for part in cutlass.range_constexpr(2):
             tma, gW = loads[1 + part]
             tWs, tWg = partition(tma, sHalves, gW, (self.tile_h, self.chunk), (None, None))
             for block in cutlass.range(self.blocks, unroll=1):
                 for c in cutlass.range_constexpr(self.chunks):
                     place = (block * self.chunks + c) * 2 + part
-                    cute.copy(tma, tWg[None, block, c], tWs[None, place], tma_bar_ptr=bar)
+                    cute.copy(tma, tWg[None, first + block, c], tWs[None, place], tma_bar_ptr=bar)
 
     # ---- device: projections and gates --------------------------------------------------------------------------
     @cute.jit
@@ -187,8 +190,8 @@ class TriangleMultiplicationFrontRowsSm90:
         state = consumer_state(self.z_stages)
         if const_expr(pipe_w is not None):
             pipe_w.consumer_wait(consumer_state(1))
-        for n in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
-            block, i, batch = decode(tile_of_turn(n, self.warpgroups, wg), crop, blocks)
+        for n in cutlass.range(rounds(tiles, self.warpgroups, wg, self.parts), unroll=1):
+            block, i, batch = decode(tile_of_turn(n, self.warpgroups, wg, self.parts), crop, blocks)
             place = wg * self.z_stages + state.index
             wait_stage(ring, place, state.phase)
             frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
@@ -228,7 +231,7 @@ class TriangleMultiplicationFrontRowsSm90:
                 of_pair[2, r] = Float32(1.0)
                 if const_expr(self.has_mask):
                     of_pair[2, r] = mMask[batch, i, k]
-                if tidx % 4 == 0:
+                if (tidx % 4 == 0) & (part_of_cta(self.parts) == 0):
                     keep_statistics(mStats, (batch, i, k), stats[0, r], stats[1, r])
         return of_pair
 
@@ -250,7 +253,8 @@ class TriangleMultiplicationFrontRowsSm90:
                             v[r, n] = Float32(0.0) if of_pair[2, r] == 0.0 else v[r, n]
             rounded = cute.make_rmem_tensor(shape, self.dtype)
             rounded.store(values.load().to(self.dtype))
-            target = cute.local_tile(gF, (self.piece, ROWS), (b * pieces + piece, block, i, batch))
+            row = part_of_cta(self.parts) * (self.own // self.piece) + b * pieces + piece
+            target = cute.local_tile(gF, (self.piece, ROWS), (row, block, i, batch))
             buffer = wg * self.out_stages + (b * pieces + piece) % self.out_stages
             store_rounded(rounded, sO, buffer, self.out_stages, self.mma_stored, tma, target, wg, tidx, True)
 

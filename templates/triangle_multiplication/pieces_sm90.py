@@ -98,16 +98,35 @@ def pair_of_thread(r: cutlass.Constexpr, tidx: Int32) -> Int32:
     return (tidx // 32) * 16 + (tidx % 32) // 4 + 8 * r
 
 
+def part_of_cta(parts: int) -> Int32 | int:
+    """Which part of the weights' rows this CTA has, where CTAs beside each other have all parts of them and the same tiles."""
+    return 0 if parts == 1 else cute.arch.block_idx()[0] % parts
+
+
+def _turn(parts: int) -> tuple[Int32, Int32]:
+    """(place of this CTA among those that have its part, how many these are)."""
+    place, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return (place, ctas) if parts == 1 else (place // parts, ctas // parts)
+
+
 @cute.jit
-def rounds(tiles: Int32, warpgroups: cutlass.Constexpr, wg: Int32):
-    """Tiles of warpgroup wg of this CTA where CTAs and their warpgroups take turns."""
-    each = cute.arch.grid_dim()[0] * warpgroups
-    return (tiles - cute.arch.block_idx()[0] * warpgroups - wg + each - 1) // each
+def rounds(tiles: Int32, warpgroups: cutlass.Constexpr, wg: Int32, parts: cutlass.Constexpr = 1):
+    """Tiles of warpgroup wg of this CTA where CTAs, with each part of the weights, and their warpgroups take turns."""
+    place, ctas = _turn(parts)
+    each = ctas * warpgroups
+    return (tiles - place * warpgroups - wg + each - 1) // each
 
 
-def tile_of_turn(n: Int32, warpgroups: int, wg: Int32) -> Int32:
+def tile_of_turn(n: Int32, warpgroups: int, wg: Int32, parts: int = 1) -> Int32:
     """The tile that warpgroup wg of this CTA takes in its n-th turn, of `rounds`."""
-    return (cute.arch.block_idx()[0] + n * cute.arch.grid_dim()[0]) * warpgroups + wg
+    place, ctas = _turn(parts)
+    return (place + n * ctas) * warpgroups + wg
+
+
+@cute.jit
+def ctas_of(tiles: Int32, num_ctas: Int32, warpgroups: cutlass.Constexpr, parts: cutlass.Constexpr = 1):
+    """The grid for so many tiles: at most num_ctas CTAs, as many with each part of the weights."""
+    return parts * cutlass.min(cute.ceil_div(tiles, warpgroups), cutlass.max(num_ctas // parts, 1))
 
 
 def tiles_by(load, smem: cute.Tensor, shape, coord):
@@ -130,12 +149,12 @@ def load_stage(ring, state, copies, where, wg: Int32, stages: cutlass.Constexpr,
 
 @cute.jit
 def load_tiles(ring, copies, sizes, wg: Int32, warpgroups: cutlass.Constexpr, stages: cutlass.Constexpr,
-               stage_bytes: cutlass.Constexpr):  # fmt: skip
-    """By one warp: the tiles of one warpgroup. copies: `tiles_by` (block, i, batch) each."""
+               stage_bytes: cutlass.Constexpr, parts: cutlass.Constexpr = 1):  # fmt: skip
+    """By one warp: the tiles of one warpgroup. copies: `tiles_by` (block, i, batch) each; parts: as for `rounds`."""
     crop, blocks, tiles = sizes
     state = producer_state(stages)
-    for n in cutlass.range(rounds(tiles, warpgroups, wg), unroll=1):
-        where = decode(tile_of_turn(n, warpgroups, wg), crop, blocks)
+    for n in cutlass.range(rounds(tiles, warpgroups, wg, parts), unroll=1):
+        where = decode(tile_of_turn(n, warpgroups, wg, parts), crop, blocks)
         state = load_stage(ring, state, copies, where, wg, stages, stage_bytes)
     drain_ring(ring, wg, state, stages)
 
