@@ -43,14 +43,12 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     more_of_pairs,
     operand_b,
     pair_of_thread,
-    part_of_cta,
     prefetch,
     project_with_more,
     rounds,
     sigmoids,
     start_rings,
     store_rounded,
-    tile_of_turn,
     tiles_by,
     wait_for_stores,
 )
@@ -67,8 +65,7 @@ class TriangleMultiplicationBackRowsSm90:
         self.has_residual, self.has_stats = variant["residual"], variant["stats"]
         self.tile_c, self.warpgroups = config.tile_c, config.consumer_warpgroups
         self.stages, self.out_stages, self.sets = config.stages, config.out_stages, config.sets
-        self.parts, self.own = config.parts, self.channels // config.parts
-        self.blocks = self.own // self.tile_c
+        self.blocks = self.channels // self.tile_c
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
 
@@ -117,7 +114,7 @@ class TriangleMultiplicationBackRowsSm90:
         )
         stores = launch.tma_store(launch.of_pairs(mOut), self.o_layout, (ROWS, self.tile_c))
         sizes = launch.tiles_of(mZ, ROWS)
-        ctas = ctas_of(sizes[2], num_ctas, self.warpgroups, self.parts)
+        ctas = ctas_of(sizes[2], num_ctas, self.warpgroups)
         self.kernel(loads, stores, (mZStats, mXStats), mTerms, mResidual, eps, sizes).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )
@@ -133,9 +130,8 @@ class TriangleMultiplicationBackRowsSm90:
         sZ, sX, sO = smem_tensor(sm.z, self.z_layout), smem_tensor(sm.x, self.x_layout), smem_tensor(sm.o, self.o_layout)
         sP, sG = smem_tensor(sm.p, self.p_layout), smem_tensor(sm.g, self.g_layout)
         sMoreP, sMoreG = smem_tensor(sm.more_p, self.more_layout), smem_tensor(sm.more_g, self.more_layout)
-        first = part_of_cta(self.parts) * self.own
-        fill_more(sMoreP, mTerms, 0, self.threads, first)
-        fill_more(sMoreG, mTerms, 2, self.threads, first)
+        fill_more(sMoreP, mTerms, 0, self.threads)
+        fill_more(sMoreG, mTerms, 2, self.threads)
         cute.arch.fence_view_async_shared()
 
         (ring,) = start_rings(warp_idx, self.warpgroups, (sm.bar_in, self.stages))
@@ -161,7 +157,7 @@ class TriangleMultiplicationBackRowsSm90:
         of_z = tiles_by(loads[0], sZ, (ROWS, self.channels), all_channels)
         of_x = tiles_by(loads[1], sX, (ROWS, self.hidden), all_channels)
         stage_bytes = tile_bytes(self.z_layout, self.dtype) + tile_bytes(self.x_layout, self.dtype)
-        load_tiles(ring, (of_z, of_x), sizes, wg, self.warpgroups, self.stages, stage_bytes, self.parts)
+        load_tiles(ring, (of_z, of_x), sizes, wg, self.warpgroups, self.stages, stage_bytes)
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sP, sG):
@@ -170,10 +166,10 @@ class TriangleMultiplicationBackRowsSm90:
         tGs, tGg = partition(tma_g, sG, gG, (self.tile_c, self.channels), (None, 0))
         state = producer_state(1)
         pipe_w.producer_acquire(state)
-        bar, first = pipe_w.producer_get_barrier(state), part_of_cta(self.parts) * self.blocks
+        bar = pipe_w.producer_get_barrier(state)
         for c in cutlass.range(self.blocks, unroll=1):
-            cute.copy(tma_p, tPg[None, first + c], tPs[None, c], tma_bar_ptr=bar)
-            cute.copy(tma_g, tGg[None, first + c], tGs[None, c], tma_bar_ptr=bar)
+            cute.copy(tma_p, tPg[None, c], tPs[None, c], tma_bar_ptr=bar)
+            cute.copy(tma_g, tGg[None, c], tGs[None, c], tma_bar_ptr=bar)
 
     # ---- device: projection and gate ----------------------------------------------------------------------------
     @cute.jit
@@ -191,12 +187,10 @@ class TriangleMultiplicationBackRowsSm90:
         pipe_w.consumer_wait(consumer_state(1))
         # ((mean, rstd), this thread's 2 pairs) of z, fetched a tile ahead
         of_z, ahead_z = (cute.make_rmem_tensor((2, 2), Float32) for _ in range(2))
-        tile = tile_of_turn(Int32(0), self.warpgroups, wg, self.parts)
-        step = tile_of_turn(Int32(1), self.warpgroups, wg, self.parts) - tile
+        tile, step = cute.arch.block_idx()[0] * self.warpgroups + wg, cute.arch.grid_dim()[0] * self.warpgroups
         block, i, batch = decode(cutlass.min(tile, tiles - 1), crop, blocks)
         fetch_statistics(ahead_z, mZStats, (block, i, batch), crop, tidx)
-        part = part_of_cta(self.parts)
-        for _ in cutlass.range(rounds(tiles, self.warpgroups, wg, self.parts), unroll=1):
+        for _ in cutlass.range(rounds(tiles, self.warpgroups, wg), unroll=1):
             place, first = wg * self.stages + state.index, block * ROWS + pair_of_thread(0, tidx)
             of_z.store(ahead_z.load())
             wait_stage(ring, place, state.phase)
@@ -207,7 +201,7 @@ class TriangleMultiplicationBackRowsSm90:
             of_x = operand_statistics(x, eps, self.hidden)
             if const_expr(self.has_stats):
                 for r in cutlass.range_constexpr(2):
-                    if (tidx % 4 == 0) & (first + 8 * r < crop) & (part == 0):
+                    if (tidx % 4 == 0) & (first + 8 * r < crop):
                         keep_statistics(mXStats, (batch, i, first + 8 * r), of_x[0, r], of_x[1, r])
             more = [more_of_pairs(of_pair, self.dtype, tidx) for of_pair in (of_x, of_z)]
             frags = ((x, layouts[0]), (z, layouts[1]), (more[0], layouts[2]), (more[1], layouts[2]))
@@ -226,10 +220,10 @@ class TriangleMultiplicationBackRowsSm90:
                 acc, acc_g = accs[c % self.sets]
                 self.gate(acc, acc_g, of_x, of_z)
                 if const_expr(self.has_residual):
-                    add_residual(acc, mResidual, (batch, i, first), Int32(part * self.own + c * self.tile_c), crop, tidx)
+                    add_residual(acc, mResidual, (batch, i, first), Int32(c * self.tile_c), crop, tidx)
                 rounded = cute.make_rmem_tensor(shape, self.dtype)
                 rounded.store(acc.load().to(self.dtype))
-                target = cute.local_tile(gO, (ROWS, self.tile_c), (block, part * self.blocks + c, i, batch))
+                target = cute.local_tile(gO, (ROWS, self.tile_c), (block, c, i, batch))
                 buffer = wg * self.out_stages + c % self.out_stages
                 store_rounded(rounded, sO, buffer, self.out_stages, mma, tma, target, wg, tidx, False)
             block, i, batch = next_block, next_i, next_batch

@@ -1,10 +1,13 @@
 """Triangle multiplicative update, front, for sm_90a, with pairs as the rows of the MMA. Computes what front_sm90.py does, with
-the same calling convention; for weights that fit on an SM.
+the same calling convention; for weights that fit on an SM, or on up to eight.
 
 A warpgroup takes a tile of 64 pairs (i, k) of one i into registers, as the operand of all its products, and gives the shared
 memory back at once. So products read nothing but weights from shared memory, whose bandwidth they would else exceed, statistics
 of the LayerNorm come from the same registers, and warpgroups need nothing of each other. Results are transposed on their way to
 shared memory.
+
+Where the weights are in parts, CTAs beside each other have one each, take the same tiles, and compute rows of their own; the
+first keeps the statistics.
 
 With two sets of accumulators, the products of one block of tile_h rows of the weights run while the gates of the one before are
 computed; with one, other warpgroups' do.

@@ -145,18 +145,18 @@ def test_every_configuration_compiles(name: str) -> None:
         assert resources["spill_bytes"] <= 256, (config, resources["spill_bytes"])
 
 
-@pytest.mark.parametrize("channels, hidden", [(128, 128), (64, 64), (64, 128), (32, 32)])
+@pytest.mark.parametrize("channels, hidden", [(128, 128), (64, 64), (64, 128), (32, 32), (192, 192), (256, 256), (256, 512)])
 @pytest.mark.parametrize("name", ["front_rows", "back_rows"])
 def test_rows(name: str, channels: int, hidden: int) -> None:
     """Operands in registers, all blocks unrolled, no product serialised."""
     template = get(f"triangle_multiplication_{name}_sm90")
     shape = TriangleMultiplicationShape(384, channels, hidden, mask="bool")
-    if name == "back_rows" and channels == 32:
-        assert not template.supports(shape)[0]  # too few channels for two blocks
+    if name == "back_rows" and (channels == 32 or channels > 128):
+        assert not template.supports(shape)[0]  # too few channels for two blocks, or too many for an SM
         return
     config = template.default(shape)
     if name == "front_rows":
-        products = 2 * hidden // config.tile_h * (channels // 16 + 1)
+        products = 2 * hidden // config.parts // config.tile_h * (channels // 16 + 1)
     else:
         products = channels // config.tile_c * (channels // 16 + hidden // 16 + 2)
     assert resources_of(template, shape)["hgmma"] == products
@@ -164,10 +164,14 @@ def test_rows(name: str, channels: int, hidden: int) -> None:
 
 
 def test_rows_need_all_weights_on_an_sm() -> None:
-    wide = TriangleMultiplicationShape(384, 256)
-    for name in ("front_rows", "back_rows"):
-        supported, reason = get(f"triangle_multiplication_{name}_sm90").supports(wide)
+    """Those of front may be on up to eight."""
+    wide, wider = (TriangleMultiplicationShape(384, channels, channels) for channels in (256, 512))
+    for name, shape in (("front_rows", wider), ("back_rows", wide), ("fold_front", TriangleMultiplicationShape(64, 256, 256))):
+        supported, reason = get(f"triangle_multiplication_{name}_sm90").supports(shape)
         assert not supported and "do not fit" in reason
+    front = get("triangle_multiplication_front_rows_sm90")
+    found = {(c, d): front.default(TriangleMultiplicationShape(384, c, d)).parts for c, d in ((128, 128), (192, 192), (256, 256))}
+    assert list(found.values()) == [1, 2, 4], found
 
 
 def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:

@@ -134,15 +134,16 @@ def front(template: Any, shape: Any, config: Any) -> Round:
 
 
 def front_rows(template: Any, shape: Any, config: Any) -> Round:
-    channels, steps = shape.channels, 2 * shape.hidden // config.tile_h
+    channels, rows = shape.channels, 2 * shape.hidden // config.parts
+    steps = rows // config.tile_h
     return Round(
-        count=math.ceil(tiles(shape) / (SMS * config.consumer_warpgroups)),
+        count=math.ceil(tiles(shape) / (SMS // config.parts * config.consumer_warpgroups)),
         warpgroups=config.consumer_warpgroups,
         mma=steps * product(WARPGROUP, 2 * config.tile_h, channels + MORE, True) + _to_registers(channels),
-        gates=2 * shape.hidden * WARPGROUP,
+        gates=rows * WARPGROUP,
         steps=steps,
         l2=0,
-        memory=2 * WARPGROUP * (channels + 2 * shape.hidden),
+        memory=2 * WARPGROUP * (channels // config.parts + rows),
         sets=config.sets,
         powers=1.25,
     )
