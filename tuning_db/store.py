@@ -23,7 +23,7 @@ from tpf_jit.tuning_db import contents, merge, prune
 from tpf_jit.tuning_db.audit import audit
 from tpf_jit.tuning_db.connection import DatabaseFile
 from tpf_jit.tuning_db.reader import select_evidence, select_trials, user_database_path
-from tpf_jit.tuning_db.rows import TrialRow, canonical_json, content_hash, device_model, split_cell, utc_now
+from tpf_jit.tuning_db.rows import SAME_CODE, TrialRow, canonical_json, content_hash, device_model, split_cell, utc_now
 from tpf_jit.tuning_db.winner import Winner, rank
 
 BATCH = 200
@@ -195,7 +195,8 @@ class TuningStore:
     def export(
         self, path: str | os.PathLike[str], device: Any = None, template: str | None = None, grade: str | None = None
     ) -> int:
-        """Write the trials that match every given condition, and all kernels they name, as sorted JSON lines (see `merge`).
+        """Write the trials that match every given condition, and all kernels they name, as sorted JSON lines (see `merge`). What
+        is said of their device code (`trust.statement`), which names no device, goes with them.
 
         Args:
             path: file to write, replaced atomically.
@@ -203,10 +204,14 @@ class TuningStore:
             grade: one of `rows.GRADES`.
 
         Returns:
-            Number of trials written.
+            Number of trials written, with what is said of them.
         """
         where, values = _matching(None, device, template, {"t.grade": grade})
         stored = self._file.read(lambda db: list(select_trials(db.conn, where, values)))
+        if device is not None or grade is not None:
+            said = self._file.read(lambda db: list(select_trials(db.conn, f"t.status = '{SAME_CODE}'")))
+            measured, known = {_code(row) for _, row in stored}, {identity for identity, _ in stored}
+            stored += [(identity, row) for identity, row in said if identity not in known and _code(row) in measured]
         altered = [identity for identity, row in stored if identity != row.id]
         if altered:
             raise DatabaseError(f"{self.path}: trial {altered[0]} was altered; `tpf-jit db verify` shows all that is wrong")
@@ -355,6 +360,11 @@ def _decode_kernel(row: Mapping[str, Any]) -> dict[str, Any]:
 def _where(conditions: Mapping[str, Any]) -> tuple[str, list[Any]]:
     given = {column: value for column, value in conditions.items() if value is not None}
     return " AND ".join(["1", *(f"{column} = ?" for column in given)]), list(given.values())
+
+
+def _code(row: TrialRow) -> tuple[str, ...]:
+    """What a statement speaks of: problem, template, configuration and device code."""
+    return row.cell, row.template, canonical_json(row.config), row.cubin_sha256
 
 
 def _matching(cell: str | None, device: Any, template: str | None, more: Mapping[str, Any]) -> tuple[str, list[Any]]:

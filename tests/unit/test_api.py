@@ -324,9 +324,9 @@ def test_compile_with_residual_takes_the_statistics_of_a_multiplication() -> Non
     assert not any(stats(wide)), "its backward is PyTorch's"
     trained = api.compile(TriangleMultiplicationShape(96), residual=True, training=True)
     assert [kernel.spec for kernel in trained[: len(kept)]] == [kernel.spec for kernel in kept]
-    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 8
+    assert len({kernel.spec for kernel in trained}) == len(trained) == len(kept) + 9
     narrow = [api.compile(TriangleMultiplicationShape(96, 64), residual=True, training=flag) for flag in (False, True)]
-    assert len(narrow[1]) == len(narrow[0]) + 7, "no one kernel for the gradients of the front"
+    assert len(narrow[1]) == len(narrow[0]) + 8, "no one kernel for the gradients of the front"
 
 
 def test_compile_refuses_other_architectures() -> None:
@@ -493,8 +493,9 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     asked = []
 
     def get_kernel(family, shape, flags=(), *rest):
-        asked.append((family.partition("/")[2], dict(flags)))
-        return SimpleNamespace(spec=SimpleNamespace(template=f"fake_{family.partition('/')[2]}"), config_from="nearest")
+        name = family.partition("/")[2] or "by name"
+        asked.append((name, dict(flags)))
+        return SimpleNamespace(spec=SimpleNamespace(template=f"fake_{name}"), config_from="nearest")
 
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
     assert api._of_training(shape) == []
@@ -505,9 +506,10 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_gradients", "finish"]
     narrow = [kernel.spec.template for kernel in api._of_training(TriangleMultiplicationShape(64, 64, direction="incoming"))]
     asked.clear()
-    assert narrow[4:] == [f"fake_{name}" for name in [*backward[:4], "front_backward", "front_weights", "finish"]]
+    assert narrow[4:] == [f"fake_{name}" for name in [*backward[:4], "front_backward", "front_weights", "finish", "by name"]]
     found = [kernel.spec.template for kernel in api._of_training(shape)]
-    partial = ["front_backward", "front_weights"]  # where only one side of the front has a gradient
+    # Where only one side of the front has a gradient, and where factors are made again.
+    partial = ["front_backward", "front_weights", "by name"]
     assert found == [f"fake_{name}" for name in ["fold_front", "product_tn", "back", "back", *backward, *partial]]
     assert [flags for _, flags in asked[:4]] == [
         {"bias": False}, {}, *({"residual": added, "stats": True} for added in (False, True)),

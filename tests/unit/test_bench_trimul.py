@@ -90,7 +90,7 @@ def test_rows_say_what_runs_in_their_pass(monkeypatch, shape):
     forward = peer.ready(shape, inputs)
     products = ("nt", "nn", "tn") if shape.direction == "outgoing" else ("tn", "nt", "nn")
     first, left, right = (f"product_{name}" for name in products)
-    assert list(forward["config"])[-3:] == ["front", first, "back"] and "backward" not in forward
+    assert list(forward["config"])[-3:] == ["fold_front", first, "back"] and "backward" not in forward
     for name in ("backward", "both"):
         facts = peer.ready(shape, inputs, name)
         assert list(facts["config"]) == list(forward["config"]) and facts["config_from"] == "default"

@@ -168,6 +168,9 @@ class TestStale:
         text, other = tmp_path / "rows.jsonl", tmp_path / "other.db"
         assert call("db", "export", text)[0] == 0 and call("db", "import", text, "--db", other)[0] == 0
         assert "tune again" not in answer(other).note and "tune again" not in answer(text).note
+        with TuningStore() as store:
+            store.export(text, grade="final")
+        assert "tune again" not in answer(text).note, "with a part of the rows go the statements about them"
         # What was stated is no measurement: a sweep writes rows of its own, though it need not time equal code again.
         assert tune(ToyShape(), progress=False, options=options(toy, ToyTimer())).new_trials == 4
 

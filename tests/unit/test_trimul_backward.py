@@ -568,8 +568,9 @@ def test_what_a_training_step_is_prepared_for() -> None:
     shape = TriangleMultiplicationShape(64)
     both = [family.partition("/")[2] for family, _ in multiplication_backward.all_variants(shape)]
     assert both == ["back_backward", "back_weights", "product_nn", "product_tn", *TOGETHER[4:]]
-    any_step = {family.partition("/")[2] for family, _ in multiplication_backward.all_variants(shape, partial=True)}
-    assert any_step == {*both, "front_backward", "front_weights"}, "steps with frozen weights, or without a gradient of z"
+    any_step = {family.partition("/")[2] or family for family, _ in multiplication_backward.all_variants(shape, partial=True)}
+    again = multiplication_routing.front_again(shape)
+    assert any_step == {*both, "front_backward", "front_weights", again}, "frozen weights, no gradient of z, factors made again"
 
 
 def test_gradients_of_transposed_weights(kernels) -> None:

@@ -192,9 +192,9 @@ def test_problems_that_a_kernel_does_not_tell_apart_are_measured_once() -> None:
 def test_a_plan_has_each_measurement_once_and_names_what_has_no_choice() -> None:
     both = [TriangleMultiplicationShape(64, direction=direction) for direction in ("outgoing", "incoming")]
     planned = cells.plan(both)
-    assert len({cell.key for cell in planned.cells}) == len(planned.cells) == 9 and not planned.refused
+    assert len({cell.key for cell in planned.cells}) == len(planned.cells) == 10 and not planned.refused
     assert all(cell.direction not in ("fold", "finish") and cell.shape.direction == "outgoing" for cell in planned.cells)
     refused = cells.plan(both, ["fold", "finish"])
     assert not refused.cells and all("one configuration" in reason for _, reason in refused.refused)
     found = [each for _, each in cells.inference_cells(both)]
-    assert found == ["front", "product_nt", "back", "product_tn"]
+    assert found == ["fold_front", "product_nt", "back", "product_tn"]

@@ -108,12 +108,14 @@ def all_variants(shape: TriangleMultiplicationShape, partial: bool = False) -> l
     """(family, flags) of backwards in which everything has a gradient, nothing is made again and projections have no biases; the
     norms have the matrices' dtype, or are float32. `partial`: those too that run where some gradients are not wanted, or where
     factors are made again."""
-    found = {(multiplication_routing.front_again(shape), ()): None} if partial else {}
+    found = {}
     for together in (True, False) if partial else (True,):
         for norm_dtype in (shape.weight_dtype, "float32"):
             take = Steps(True, True, True, multiplication_routing.finish_flags(False, norm_dtype))
             wanted = variants(shape, take, (True, True), together)
             found |= dict.fromkeys((family, flags) for family, flags, runs in wanted if runs)
+    if partial:
+        found[multiplication_routing.front_again(shape), ()] = None
     return list(found)
 
 

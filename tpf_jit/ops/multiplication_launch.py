@@ -113,11 +113,11 @@ def forward(
             found.fold.function(*layout.fold_operands(weights, folded), found.fold.num_ctas)
         operands = layout.prepare(z, mask, folded)
         z_stats, factors = layout.stats_empty(z), layout.factors_empty(operands.z, weights.hidden)
+        # Nothing else may hold the factors, which make room once they are contracted.
         if found.fold is not None:
-            tensors = operands.front(factors, z_stats)
+            found.front.function(*operands.front(factors, z_stats), eps, found.front.num_ctas)
         else:
-            tensors = operands.fold_front(weights, factors, z_stats)
-        found.front.function(*tensors, eps, found.front.num_ctas)
+            found.front.function(*operands.fold_front(weights, factors, z_stats), eps, found.front.num_ctas)
         x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
         factors = factors if keep.factors else None
