@@ -75,8 +75,7 @@ def templates(op: str | None = None, direction: str | None = None, arch: str | N
     _discover()
     with _lock:
         found = list(_templates.values())
-    wanted = {"op": op, "direction": direction, "arch": arch}
-    return [t for t in found if all(value is None or getattr(t, key) == value for key, value in wanted.items())]
+    return [t for t in found if op in (None, t.op) and direction in (None, t.direction) and arch in (None, t.arch)]
 
 
 def register_backend(backend: T, replace: bool = False) -> T:

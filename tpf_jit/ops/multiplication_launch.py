@@ -59,8 +59,8 @@ def find(
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
     of_fold = multiplication_routing.fold_flags(layout.has_biases(weights))
     of_back = multiplication_routing.back_flags(residual is not None, stats)
-    flags = {multiplication_routing.BACK: of_back, **dict.fromkeys(_FOLDING, of_fold)}
-    problems = dict.fromkeys(_FOLDING, fold_shape(shape, weights))
+    flags = {multiplication_routing.BACK: of_back, **dict.fromkeys(multiplication_routing.FOLDING, of_fold)}
+    problems = dict.fromkeys(multiplication_routing.FOLDING, fold_shape(shape, weights))
 
     def loaded(families: tuple[str, ...]) -> list[routing.Launch] | str:
         found = []
@@ -77,9 +77,6 @@ def find(
     if isinstance(found, str):
         return found
     return Kernels(*found) if len(found) == len(Kernels._fields) else Kernels(None, *found)
-
-
-_FOLDING = multiplication_routing.FOLD, multiplication_routing.FOLD_FRONT
 
 
 def fold_shape(shape: TriangleMultiplicationShape, weights: Weights) -> TriangleMultiplicationShape:

@@ -16,7 +16,11 @@ from tpf_jit.templates.triangle_multiplication import layout
 
 FOLD = "triangle_multiplication/fold"
 FOLD_FRONT = "triangle_multiplication/fold_front"
+FOLDING = FOLD, FOLD_FRONT
+"""Families that read weights as a caller has them."""
 FRONT = "triangle_multiplication/front"
+FRONT_ROWS = "triangle_multiplication_front_rows_sm90"
+"""The template of FRONT whose arithmetic FOLD_FRONT has."""
 BACK = "triangle_multiplication/back"
 FRONT_BACKWARD = "triangle_multiplication/front_backward"
 BACK_BACKWARD = "triangle_multiplication/back_backward"
@@ -33,7 +37,10 @@ def contraction(direction: str) -> str:
 def families(shape: TriangleMultiplicationShape, together: bool = True) -> tuple[str, ...]:
     """The families, or templates, of the kernels of one update, in the order of their launches. together: whether FOLD_FRONT may
     be one."""
-    first = (FOLD_FRONT,) if together and folds_in_front(shape) else (FOLD, front_again(shape))
+    if not folds_in_front(shape):
+        first = FOLD, FRONT
+    else:
+        first = (FOLD_FRONT,) if together else (FOLD, FRONT_ROWS)
     return *first, contraction(shape.direction), BACK
 
 
@@ -43,9 +50,8 @@ def folds_in_front(shape: TriangleMultiplicationShape) -> bool:
 
 
 def front_again(shape: TriangleMultiplicationShape) -> str:
-    """The family, or template, that makes the factors again from folded weights, bit for bit as the forward did: FOLD_FRONT's
-    arithmetic is that of one of FRONT's templates."""
-    return "triangle_multiplication_front_rows_sm90" if folds_in_front(shape) else FRONT
+    """The family, or template, that makes the factors again from folded weights, bit for bit as the forward did."""
+    return FRONT_ROWS if folds_in_front(shape) else FRONT
 
 
 def factor_products(direction: str) -> tuple[str, str]:
@@ -84,7 +90,7 @@ def back_flags(residual: bool, stats: bool = False) -> tuple:
 
 def usual_variants(shape: TriangleMultiplicationShape, stats: bool = False) -> tuple[tuple[str, tuple], ...]:
     """(family, flags) of what models run forward: no projection biases, with and without a residual. `stats`: in training."""
-    flags = {FOLD: fold_flags(False), FOLD_FRONT: fold_flags(False)}
+    flags = dict.fromkeys(FOLDING, fold_flags(False))
     *firsts, back = families(shape)
     return *((family, flags.get(family, ())) for family in firsts), *(
         (back, back_flags(residual, stats)) for residual in (False, True)

@@ -285,8 +285,7 @@ ROUNDS: dict[str, Callable[[Any, Any, Any], Round]] = {
     for name, count in {
         "front": front, "front_rows": front_rows, "fold_front": front_rows, "back": back, "back_rows": back_rows,
         "product_nt": contraction, "product_tn": contraction, "product_nn": contraction, "back_backward": back_backward,
-        "back_weights": weights,
-        "front_backward": front_backward, "front_weights": weights, "front_gradients": front_gradients,
+        "back_weights": weights, "front_backward": front_backward, "front_weights": weights, "front_gradients": front_gradients,
     }.items()
 }  # fmt: skip
 """Template -> what a round of a configuration is."""
