@@ -30,7 +30,6 @@ from tpf_jit.templates.common.tma import (
 from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.launch_sm90 import COL_MAJOR, REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
-    LOG2_E,
     MORE,
     add_residual,
     consumer_place,
@@ -46,7 +45,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     prefetch,
     project_with_more,
     rounds,
-    sigmoids,
+    quick_sigmoid,
     start_rings,
     store_rounded,
     tiles_by,
@@ -243,12 +242,8 @@ class TriangleMultiplicationBackRowsSm90:
         x, g = rows_view(acc_x), rows_view(acc_g)
         for n in cutlass.range_constexpr(0, self.tile_c // 4, 4):
             for r in cutlass.range_constexpr(2):
-                s = cute.make_rmem_tensor(4, Float32)
                 for c in cutlass.range_constexpr(4):
-                    s[c] = g[r, n + c] * (of_z[1, r] * -LOG2_E)
-                sigmoids(s, of_x[1, r])
-                for c in cutlass.range_constexpr(4):
-                    x[r, n + c] = x[r, n + c] * s[c]
+                    x[r, n + c] = x[r, n + c] * quick_sigmoid(g[r, n + c] * (of_z[1, r] * 0.5), of_x[1, r] * 0.5)
 
 
 def build(variant: dict, config, registers: tuple[int, int], options: str):

@@ -38,7 +38,6 @@ from tpf_jit.templates.common.tma import (
 from tpf_jit.templates.triangle_multiplication import launch_sm90 as launch
 from tpf_jit.templates.triangle_multiplication.launch_sm90 import REGISTERS, ROW_MAJOR, ROWS
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
-    LOG2_E,
     MORE,
     consumer_place,
     ctas_of,
@@ -53,7 +52,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     prefetch,
     project_with_more,
     rounds,
-    sigmoids,
+    quick_sigmoid,
     start_rings,
     store_rounded,
     tile_of_turn,
@@ -266,13 +265,9 @@ class TriangleMultiplicationFrontRowsSm90:
         """From columns `start` of a thread's on; acc, values: `rows_view`s."""
         for n in cutlass.range_constexpr(0, self.piece // 4, 4):
             for r in cutlass.range_constexpr(2):
-                rstd, factor = of_pair[1, r], of_pair[2, r]
-                s = cute.make_rmem_tensor(4, Float32)
+                half, factor = of_pair[1, r] * 0.5, of_pair[2, r]
                 for c in cutlass.range_constexpr(4):
-                    s[c] = acc[r, self.tile_h // 4 + start + n + c] * (rstd * -LOG2_E)
-                sigmoids(s, rstd)
-                for c in cutlass.range_constexpr(4):
-                    value = acc[r, start + n + c] * s[c]
+                    value = acc[r, start + n + c] * quick_sigmoid(acc[r, self.tile_h // 4 + start + n + c] * half, half)
                     if const_expr(self.has_mask):
                         # A select, not a product: what a masked or absent pair holds must not matter.
                         value = Float32(0.0) if factor == 0.0 else value * factor
