@@ -7,7 +7,7 @@ gives the shared memory back at once: see front_rows_sm90.py, whose order of wor
 Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and one more the weights, once.
 """
 
-import cuda.bindings.driver as cuda
+import cuda.bindings.driver as cuda  # noqa: I001 - sorted, its measurements would count as stale
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
