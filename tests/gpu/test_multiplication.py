@@ -231,6 +231,30 @@ def test_operator(fields: dict) -> None:
         agree(OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE), tpf_jit.triangle_multiplication)
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("fields", [dict(crop=100, mask="bool"), dict(crop=200, channels=64, direction="incoming")], ids=str)
+def test_a_float32_z_under_autocast(fields: dict, residual: bool, offset: float) -> None:
+    """On kernels, without a warning, with the errors of a bf16 z, however far from zero its pairs are; bits repeat."""
+    workload = OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE)
+    made = workload.make_inputs(0)
+    data = dataclasses.replace(made, z=made.z.float() * 1.001 + offset)
+
+    def update(z, *arguments, **named):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = tpf_jit.triangle_multiplication(z, *arguments, **named, residual=z.detach() if residual else None)
+        assert out.dtype == (torch.float32 if residual else torch.bfloat16)
+        return out - z.detach() if residual else out
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        found = workload.run(update, data)
+        again = workload.run(update, data)
+    errors, allowed = workload.errors(found, workload.reference(data)), workload.bounds()
+    assert all(errors[name] <= allowed[name] for name in allowed), (errors, allowed)
+    assert found["dz"].dtype == torch.float32 and all(torch.equal(x, again[name]) for name, x in found.items())
+
+
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize("crop", [100, 130])
 def test_recomputing_gives_the_same_bits(crop: int, direction: str) -> None:

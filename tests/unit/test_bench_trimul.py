@@ -210,6 +210,33 @@ def test_replays_need_a_gpu():
         bench_multiplication([SHAPE], ("forward",), settings, device="cpu", command="tpf-jit bench trimul --replay")
 
 
+def test_under_autocast_z_is_float32(monkeypatch):
+    """As some models call it: every peer in one mode, those that want z in bf16 left out, errors against what z really is."""
+    seen = []
+
+    class Spy(peers_module._Update):
+        name, any_z = "spy", True
+
+        def forward(self, inputs):
+            seen.append((inputs.z.dtype, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return peers_module._PEERS["torch"].forward(inputs)
+
+    peers_module.register(Spy())
+    monkeypatch.setattr(peers_module.TurboPairFormer, "absent", lambda self: None)
+    settings = dataclasses.replace(QUICK, impls=["tpf_jit", "torch", "spy", "turbopairformer"])
+    record = bench_multiplication([SHAPE], ("forward", "backward"), settings, "cpu", "tpf-jit", None, True)
+    assert set(seen) == {(torch.float32, True, torch.bfloat16)}
+    assert [row["impl"] for row in record["rows"]] == ["tpf_jit", "torch", "spy"] * 2
+    assert all(0 < row["rel_rms"]["out"] < 2e-2 for row in record["rows"])
+    assert "in the dtype that it computes in" in record["absent_peers"]["turbopairformer"]
+    assert record["method"]["activations"] in record_table(record, "a record")
+    z = multiplication._AutocastProblem(SHAPE, "forward", torch.device("cpu"), None, settings)._inputs(0).z
+    assert z.dtype == torch.float32 and not torch.equal(z, z.bfloat16().float())
+    half = dataclasses.replace(SHAPE, dtype="float16")
+    with pytest.raises(InvalidInput, match="^autocast: got True for float16"):
+        bench_multiplication([half], ("forward",), settings, "cpu", "", None, True)
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(InvalidInput, match="sideways"):
         run(passes=("sideways",))

@@ -7,11 +7,13 @@ output, and for the backward the gradients of z and of every weight. One that re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tpf_jit.bench.interleaved import WRONG, Problem, RoundSettings, check_passes, measure_all, relative_rms
-from tpf_jit.bench.multiplication_peers import MultiplicationInputs, multiplication_peers
+from tpf_jit.bench.multiplication_peers import MultiplicationInputs, UnderAutocast, multiplication_peers
 from tpf_jit.bench.peer_base import Peer
+from tpf_jit.errors import InvalidInput
 
 WEIGHTS_WRONG = 0.1
 """`WRONG` for gradients of weights: sums over all pairs, which cancel. Stock PyTorch's, of 16-bit addends, are 4e-2 off."""
@@ -25,6 +27,7 @@ def bench_multiplication(
     device: str | None = None,
     command: str = "",
     say: Callable[[str], None] | None = None,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Measure every implementation on every problem and pass.
 
@@ -35,6 +38,7 @@ def bench_multiplication(
         device: torch device; the current CUDA device when left out. ``cpu`` times with the wall clock.
         command: command line for the record.
         say: told about every finished row, for people.
+        autocast: whether z is float32 and calls are made under bf16 autocast, as in Boltz-2 and Protenix; of bf16 problems.
 
     Returns:
         A record of kind ``bench.trimul``. `rel_rms` of a row has `out`, and with gradients `dz` and `dweights`, the mean over the
@@ -42,18 +46,26 @@ def bench_multiplication(
 
     Raises:
         MeasurementFailed: no CUDA device, or nothing could be measured.
-        InvalidInput: an unknown pass or implementation.
+        InvalidInput: an unknown pass or implementation; autocast of a problem that is not bf16.
     """
     settings = settings or RoundSettings()
     check_passes(passes)
     names = settings.impls
     chosen = multiplication_peers(names) if names is not None else [peer for peer in multiplication_peers() if peer.timed]
 
-    def make(*problem: Any) -> _Problem:
-        return _Problem(*problem, settings)
+    problem, method = _Problem, {}
+    if autocast:
+        for shape in shapes:
+            if shape.dtype != "bfloat16":
+                raise InvalidInput.of("autocast", f"True for {shape.dtype} activations", "True for bfloat16 ones")
+        chosen, problem = [UnderAutocast(peer) for peer in chosen], _AutocastProblem
+        method = {"activations": "float32 z under bf16 autocast"}
+
+    def make(*of: Any) -> _Problem:
+        return problem(*of, settings)
 
     measured = measure_all(make, shapes, passes, chosen, device, say)
-    return measured.record("bench.trimul", command, settings, checked="against float64, all elements")
+    return measured.record("bench.trimul", command, settings, checked="against float64, all elements", **method)
 
 
 def problem_fields(shape: Any) -> dict[str, Any]:
@@ -143,3 +155,11 @@ class _Problem(Problem):
     def _set_bytes(self, inputs: MultiplicationInputs) -> int:
         tensors = (inputs.z,) if self._pass == "forward" else (inputs.z, inputs.grad)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _AutocastProblem(_Problem):
+    """The same with a z that bf16 does not hold."""
+
+    def _inputs(self, number: int) -> MultiplicationInputs:
+        made = super()._inputs(number)
+        return replace(made, z=made.z.float() * 1.001)

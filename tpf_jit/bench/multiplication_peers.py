@@ -59,12 +59,15 @@ class _Update(Plain):
     """Defaults; `residual` says whether it computes z + update, as some libraries do whether it is wanted or not."""
 
     residual = False
+    any_z = False
+    """Whether z may be float32 while autocast computes in bf16."""
 
 
 class TpfJit(_Update):
     """This library, called as users call it."""
 
     name = "tpf_jit"
+    any_z = True
 
     def ready(self, shape: Any, inputs: MultiplicationInputs, direction: str = "forward") -> dict[str, Any]:
         import tpf_jit
@@ -105,6 +108,7 @@ class Torch(_Update):
     """Stock PyTorch as the models write it, everything in z's dtype."""
 
     name = "torch"
+    any_z = True
 
     def forward(self, inputs: MultiplicationInputs) -> Any:
         return _update(inputs.z, inputs.mask_like_z(), inputs.weights, inputs.direction, inputs.eps)
@@ -115,6 +119,7 @@ class TorchCompile(_Update):
 
     name = "torch_compile"
     judged = False
+    any_z = True
 
     def __init__(self) -> None:
         self._function: Any = None
@@ -140,7 +145,7 @@ class CuEquivariance(_Update):
 
     def __init__(self, convert: bool = False) -> None:
         self.name = "cuequivariance_bf16" if convert else "cuequivariance"
-        self._convert = convert
+        self._convert, self.any_z = convert, not convert
 
     def absent(self) -> str | None:
         missing = other_peers.missing("cuequivariance_torch", "cuequivariance_ops_torch")
@@ -172,7 +177,7 @@ class TurboPairFormer(other_peers.TurboPairFormer):
     LOADERS = ("trimul_cuda",)
     WIDTHS = (32, 64, 96, 128)
     MIN_CROP = 101
-    residual = False
+    residual, any_z = False, False
 
     def absent(self) -> str | None:
         return other_peers.missing("turbopairformer") or other_peers.broken("turbopairformer", "turbo_trimul")
@@ -255,6 +260,36 @@ class MiniWorld(_Update):
             )
             self._modules[key] = made.to(z.device)
         return self._modules[key]
+
+
+class UnderAutocast(_Update):
+    """A peer whose calls are made under bf16 autocast, for a float32 z."""
+
+    def __init__(self, peer: Any) -> None:
+        self.peer, self.name, self.residual = peer, peer.name, peer.residual
+
+    def absent(self) -> str | None:
+        return self.peer.absent()
+
+    def unsupported(self, shape: Any, direction: str) -> str | None:
+        return self.peer.unsupported(shape, direction) if self.peer.any_z else "takes z in the dtype that it computes in"
+
+    def version(self) -> str | None:
+        return self.peer.version()
+
+    def ready(self, shape: Any, inputs: MultiplicationInputs, direction: str = "forward") -> dict[str, Any]:
+        with _autocast(inputs):
+            return self.peer.ready(shape, inputs, direction)
+
+    def forward(self, inputs: MultiplicationInputs) -> Any:
+        with _autocast(inputs):
+            return self.peer.forward(inputs)
+
+
+def _autocast(inputs: MultiplicationInputs) -> Any:
+    import torch
+
+    return torch.autocast(inputs.z.device.type, dtype=torch.bfloat16)
 
 
 _PEERS: dict[str, Peer] = {

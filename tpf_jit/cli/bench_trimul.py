@@ -18,6 +18,8 @@ Direction = Annotated[
 PairMask = Annotated[str | None, typer.Option("--mask", help="none, bool or float; for crops none if left out.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Time CUDA graphs of the calls; small crops are bound by launches else.")]
 
+Autocast = Annotated[bool, typer.Option("--autocast", help="A float32 z under bf16 autocast, as Boltz-2 and Protenix call it.")]
+
 
 def trimul(
     crops: Crops = "384,768,1024",
@@ -33,6 +35,7 @@ def trimul(
     rounds: Rounds = 10,
     samples: Samples = 20,
     replay: Replay = False,
+    autocast: Autocast = False,
     device: Device = None,
     out: Out = None,
     json: Json = False,
@@ -45,7 +48,7 @@ def trimul(
         batch=batch, dtype=dtype, weight_dtype=weight_dtype, mask=mask,
     )  # fmt: skip
     settings = RoundSettings(words(impls) if impls else None, rounds, samples, replay=replay)
-    record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say)
+    record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say, autocast)
     finish(record, out, json, _table)
 
 

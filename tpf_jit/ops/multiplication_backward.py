@@ -24,7 +24,7 @@ from torch import Tensor
 from tpf_jit.kernels import Flags
 from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.ops.launch import on_device
-from tpf_jit.ops.multiplication_launch import Saved
+from tpf_jit.ops.multiplication_launch import Saved, kernel_input
 from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward
 from tpf_jit.templates.triangle_multiplication.layout import Weights
@@ -154,13 +154,14 @@ def backward(
 
     Args:
         grad_out: like the update, any strides.
-        z: `(B, N, N, C)` bfloat16, any strides; mask, weights: as the forward had them.
+        z, mask, weights: as the forward had them.
         saved: what it left; nothing of it is written over.
     """
     hidden, grads = weights.hidden, Weights(*(None,) * len(needed[1:]))
     # Turning autocast off takes 2 us, and is of use only where it is on.
     plain = nullcontext() if plans.autocast_dtype(z) is None else torch.autocast(z.device.type, enabled=False)
     with on_device(z), plain:
+        like, z = z, kernel_input(z)
         folded = layout.folded_parts(weights, saved.matrices, saved.terms)
         masked = found.front is not None or found.back_backward is not None
         operands = layout.prepare(z, mask if masked else None, folded)
@@ -179,8 +180,9 @@ def backward(
             given, front = (operands.z, saved.z_stats, operands.mask, dfactors), (folded.p_in, folded.g_in, folded.in_terms)
             front_sums = _sums(found.front_weights, (*given, *front), z, hidden, layout_backward.front_planes_empty)
             if found.front_backward is not None or found.front_gradients is not None:
-                dz = torch.empty_like(z)
-                target = dz if dz.is_contiguous() and layout.complies(dz) else layout_backward.pair_empty(z)
+                dz = torch.empty_like(like)
+                own = dz.dtype == z.dtype and dz.is_contiguous() and layout.complies(dz)
+                target = dz if own else layout_backward.pair_empty(z)
                 arguments = (*given, dzn, *front, target)
                 if found.front_backward is not None:
                     found.front_backward.function(*arguments, found.front_backward.num_ctas)

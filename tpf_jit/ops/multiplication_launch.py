@@ -53,12 +53,23 @@ class Keep(NamedTuple):
 NOTHING = Keep()
 
 
+def kernel_input(z: Tensor) -> Tensor:
+    """z as kernels take it: itself, or a float32 z (under bf16 autocast) less the mean of each pair, rounded to bfloat16.
+
+    A LayerNorm does not see the mean, and neither do gradients; without it, rounding z costs what rounding LN(z) would.
+    """
+    if z.dtype != torch.float32:
+        return z
+    return torch.sub(z, z.mean(-1, keepdim=True), out=torch.empty(z.shape, dtype=torch.bfloat16, device=z.device))
+
+
 def find(
     shape: TriangleMultiplicationShape, weights: Weights, residual: Tensor | None, stats: bool, device: torch.device
 ) -> Kernels | str:
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
     of_fold = multiplication_routing.fold_flags(layout.has_biases(weights))
-    of_back = multiplication_routing.back_flags(residual is not None, stats)
+    inside = residual is not None and dtype_name(residual.dtype) == shape.dtype
+    of_back = multiplication_routing.back_flags(inside, stats)
     flags = {multiplication_routing.BACK: of_back, **dict.fromkeys(multiplication_routing.FOLDING, of_fold)}
     problems = dict.fromkeys(multiplication_routing.FOLDING, fold_shape(shape, weights))
 
@@ -99,11 +110,13 @@ def forward(
     """The update by four launches, three where front folds the weights, and what is to be kept.
 
     Args:
-        z: `(B, N, N, C)` bfloat16, any strides; mask, weights, residual: as `multiplication_fallback.forward` takes them,
-            residual bfloat16.
-        out: where to write the update; z or another tensor of its shape.
+        z: `(B, N, N, C)` bfloat16 or float32, any strides; mask, weights, residual: as `multiplication_fallback.forward` takes
+            them. A residual that is not bfloat16 is added to the rounded update, in the dtype to which PyTorch promotes both.
+        out: where to write the update; z or another tensor of its shape and of the result's dtype.
     """
     with on_device(z):
+        given, z = z, kernel_input(z)
+        outside = None if residual is None or residual.dtype == z.dtype else residual
         matrices, terms = layout.folded_empty(weights, z.dtype)
         folded = layout.folded_parts(weights, matrices, terms)
         if found.fold is not None:
@@ -118,13 +131,17 @@ def forward(
         x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
         factors = factors if keep.factors else None
-        in_place = out is not None and layout.complies(out)
+        in_place = out is not None and out.dtype == z.dtype and layout.complies(out)
         target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        if residual is not None:
-            residual = operands.z if residual is z else layout.pair_operand(residual)
+        if outside is not None:
+            residual = None
+        elif residual is not None:
+            residual = operands.z if residual is given else layout.pair_operand(residual)
         x_stats = layout.stats_empty(z) if keep.stats else None
         found.back.function(*operands.back(z_stats, x, residual, target, x_stats), eps, found.back.num_ctas)
-        if out is not None and not in_place:
+        if outside is not None:
+            target = torch.add(outside, target, out=out)
+        elif out is not None and not in_place:
             out.copy_(target)
     if out is None:
         out = target

@@ -23,11 +23,13 @@ from tpf_jit.templates.triangle_multiplication.layout import Weights
 class Plan(NamedTuple):
     """What a call's metadata decides.
 
-    generation: of the kernels (`kernels.generation`). forward: its kernels. keep: what it leaves. needed, backward: of which of z
-    and the weights its backward gives the gradients, and that one's kernels; None where no gradients are wanted.
+    generation: of the kernels (`kernels.generation`). dtype: of the activations. forward: its kernels. keep: what it leaves.
+    needed, backward: of which of z and the weights its backward gives the gradients, and that one's kernels; None where no
+    gradients are wanted.
     """
 
     generation: int
+    dtype: torch.dtype
     forward: multiplication_launch.Kernels
     keep: Keep = NOTHING
     needed: list[bool] | None = None
@@ -95,12 +97,12 @@ def make(key: tuple, z: Tensor, mask: Tensor | None, weights: Weights, residual:
     """
     generation, needed, _, recompute, *_ = key
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
-    if reason is not None or residual is not None and residual.dtype != z.dtype:
+    if reason is not None:
         return None
     keep, take = NOTHING, None
     if needed is not None:
         needed = [needed[0], *needed[2:]]
-        reason = multiplication_routing.backward_reason(z, weights.p_in_weight, residual, rule.direction, rule.dtype)
+        reason = multiplication_routing.backward_reason(z, weights.p_in_weight, rule.direction, rule.dtype)
         if reason is not None or not any(needed):
             return None
         take = multiplication_backward.steps(weights, needed)
@@ -113,7 +115,7 @@ def make(key: tuple, z: Tensor, mask: Tensor | None, weights: Weights, residual:
         return None
     if len(_plans) >= _MAX_PLANS or _plans and next(iter(_plans.values())).generation != generation:
         _plans.clear()  # plans of generations before would never be found again
-    plan = _plans[key] = Plan(generation, forward, keep, needed, backward)
+    plan = _plans[key] = Plan(generation, rule.dtype, forward, keep, needed, backward)
     return plan
 
 

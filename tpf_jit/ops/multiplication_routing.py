@@ -103,6 +103,11 @@ def activation_dtype(z: Tensor) -> torch.dtype:
     return z.dtype if cast_to is None or z.dtype == torch.float64 else cast_to
 
 
+def takes(z: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels for activations of a dtype take z: of that dtype, or float32 that autocast has them round to bfloat16."""
+    return z.dtype == dtype or z.dtype == torch.float32 and dtype == torch.bfloat16
+
+
 def kernel_shape(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
 ) -> TriangleMultiplicationShape:
@@ -133,7 +138,7 @@ def decide(
         shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
     except InvalidInput as error:
         return here.reason or str(error), None
-    if z.dtype != dtype:
+    if not takes(z, dtype):
         return here.reason or f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
     return here.reason or unsupported(shape), shape
 
@@ -148,9 +153,7 @@ def backward_unsupported(shape: TriangleMultiplicationShape) -> str | None:
     return unsupported(shape) or _refusal(shape, "backward", backward_families(shape))
 
 
-def backward_reason(
-    z: Tensor, p_in_weight: Tensor, residual: Tensor | None, direction: str, dtype: torch.dtype
-) -> str | None:
+def backward_reason(z: Tensor, p_in_weight: Tensor, direction: str, dtype: torch.dtype) -> str | None:
     """Why the backward of a checked call takes the PyTorch path, or None if kernels take it and the forward saves for them.
 
     It asks nothing of batch and crop but that they are not 0, so that torch.compile may trace it with symbolic ones.
@@ -158,8 +161,8 @@ def backward_reason(
     here = routing.hardware(z.device)
     if here.arch is None:
         return here.reason
-    if z.dtype != dtype or residual is not None and residual.dtype != dtype:
-        return f"z or the residual is not {dtype_name(dtype)}"
+    if not takes(z, dtype):
+        return f"z is not {dtype_name(dtype)}"
     if z.numel() == 0:
         return routing.EMPTY
     channels, hidden = int(z.shape[-1]), int(p_in_weight.shape[0]) // 2

@@ -5,8 +5,9 @@
       -> torch.ops.tpf_jit.triangle_multiplication_backward    from what the forward saved: kernels, or PyTorch in chunks
       -> torch.ops.tpf_jit.triangle_multiplication_            the forward over z, without gradients
 
-On a Hopper GPU and with bf16 activations the forward is four kernels, or three (`multiplication_launch`), and the backward up to
-seven more (`multiplication_backward`); every other call takes the PyTorch path of `multiplication_fallback`.
+On a Hopper GPU and with bf16 activations, or float32 ones under bf16 autocast, the forward is four kernels, or three
+(`multiplication_launch`), and the backward up to seven more (`multiplication_backward`); every other call takes the PyTorch path
+of `multiplication_fallback`.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def triangle_multiplication(
         inplace: write the result over z, and return z; for inference. With `residual=z` this is `z += update`.
 
     Returns:
-        The update, contiguous, shaped like z. Its dtype is autocast's where autocast is on (z and residual are read as they are,
-        nothing is rounded before the LayerNorms) and z's otherwise; with a residual, what PyTorch promotes both to.
+        The update, contiguous, shaped like z. Its dtype is autocast's where autocast is on and z's otherwise; with a residual,
+        what PyTorch promotes both to. Under bf16 autocast kernels round a float32 z once its pairs' means are taken out, which
+        costs what rounding LN(z) would; a residual that is not bf16 they leave to be added to the rounded update.
 
         For the backward these are saved: z, mask and the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
         (float32 where that is fp16). Where it runs on kernels also the weights as these read them, mean and deviation of every
@@ -117,7 +119,7 @@ def triangle_multiplication(
     key = multiplication_plans.key_of(z, mask, weights, residual, direction, recompute, inplace)
     plan = multiplication_plans.known(key)
     if plan is not None and type(eps) is float and 0.0 < eps < math.inf:
-        return _planned(plan, z, mask, weights, residual, Rule(direction, eps, z.dtype), inplace)
+        return _planned(plan, z, mask, weights, residual, Rule(direction, eps, plan.dtype), inplace)
     checks.check_types(z, mask, weights, residual)
     checks.check_direction(direction)
     eps = checks.check_eps(eps)
@@ -182,8 +184,6 @@ def _find(
     """The kernels of a call, or None after a warning that says why it takes the PyTorch path. Those of its backward, where it
     is to have some, are found too, so that nothing has been launched when one of them cannot be loaded."""
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
-    if reason is None and residual is not None and residual.dtype != z.dtype:
-        reason = f"the residual is {residual.dtype}, and kernels take {z.dtype} like z"
     if reason is None:
         keep, needed = _kept(weights, options), _options(*options)[2]
         found = multiplication_launch.find(shape, weights, residual, keep.stats, z.device)
@@ -219,7 +219,7 @@ def _forward(z, mask, *arguments):
         out, x = fallback.forward(z, mask, weights, residual, rule, keep.x or keep.stats)
         saved = Saved(x if keep.x else None)
         if keep.stats:
-            saved = fallback.saved_for_kernels(z, mask, weights, x, rule, keep)
+            saved = fallback.saved_for_kernels(multiplication_launch.kernel_input(z), mask, weights, x, rule, keep)
     return out, [x for x in saved if x is not None]
 
 
@@ -230,6 +230,7 @@ def _forward_fake(z, mask, *arguments):
     batch, crop, _, _ = z.shape
     out = torch.empty(z.shape, dtype=fallback.result_dtype(rule.dtype, residual), device=z.device)
     if keep.stats:
+        z = torch.empty(z.shape, dtype=rule.dtype, device=z.device)  # as kernels take it
         saved = [contraction_empty(z, weights.hidden)] if keep.x else []
         saved += [factors_empty(z, weights.hidden)] if keep.factors else []
         return out, [*saved, stats_empty(z), stats_empty(z), *folded_empty(weights, z.dtype)]
@@ -295,7 +296,7 @@ class _Forward(torch.autograd.Function):
                 out, saved = multiplication_launch.forward(plan.forward, z, mask, weights, residual, rule.eps, plan.keep)
         else:
             # From what torch.compile may assume of symbolic sizes too; that a kernel cannot be had shows only when it runs.
-            reason = multiplication_routing.backward_reason(z, weights.p_in_weight, residual, rule.direction, rule.dtype)
+            reason = multiplication_routing.backward_reason(z, weights.p_in_weight, rule.direction, rule.dtype)
             options = (keep or any(needed) and not recompute, recompute, needed if any(needed) and reason is None else None)
             with torch._C._AutoDispatchBelowAutograd():
                 out, left = _forward_op(z, mask, *weights, residual, *rule, *options)
