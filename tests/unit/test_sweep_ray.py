@@ -46,12 +46,20 @@ def cluster():
     ray.shutdown()
 
 
-def folders() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"tpf_jit-ray-{os.getuid()}-*"))
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"tpf_jit-ray-{os.getuid()}-*"))
+
+
+def assert_removed(left_behind: set[Path]) -> None:
+    """The nodes' folders go; with busy cores a task of Ray's that removes one may come after the sweep's own end."""
+    end = time.monotonic() + 60
+    while not folders() <= left_behind and time.monotonic() < end:
+        time.sleep(0.2)
+    assert folders() <= left_behind, "the nodes' folders are not removed"
 
 
 def test_one_of_four_workers_is_killed_in_the_middle_of_a_task(cluster, tmp_path):
-    left_behind = set(folders())
+    left_behind = folders()
     told: list[str] = []
     options = travelling(sample_s=0.001, die=str(tmp_path / "killed"))
     summary = sweep_ray(cells(), store=tmp_path / "home.db", options=options, on_cell=lambda report: told.append(report.cell))
@@ -60,7 +68,7 @@ def test_one_of_four_workers_is_killed_in_the_middle_of_a_task(cluster, tmp_path
     assert summary.unfinished == []
     assert_all_tried_once(cells(), tmp_path / "home.db")
     assert 0 < summary.idle_share < 1 and summary.compiled >= len({shape.rows for shape in SHAPES}) * len(CONFIGS) / 2
-    assert set(folders()) <= left_behind, "the nodes' folders are not removed"
+    assert_removed(left_behind)
     again = sweep_ray(cells(), store=tmp_path / "home.db", options=travelling())
     assert again.new_trials == 0 and again.unfinished == []
     assert_all_tried_once(cells(), tmp_path / "home.db")
@@ -101,13 +109,13 @@ def _received(folder: Path, count: int) -> None:
 
 
 def test_a_replacement_that_cannot_start_leaves_its_cells_to_the_others(cluster, tmp_path):
-    left_behind = set(folders())
+    left_behind = folders()
     killed = tmp_path / "killed"
     options = replace(travelling(sample_s=0.001, die=str(killed)), objects=Startable(tmp_path, 4))
     summary = sweep_ray(cells(), store=tmp_path / "home.db", options=options)
     assert killed.exists() and summary.restarts == 1 and summary.unfinished == []
     assert_all_tried_once(cells(), tmp_path / "home.db")
-    assert set(folders()) <= left_behind, "the nodes' folders are not removed"
+    assert_removed(left_behind)
 
 
 def test_a_cluster_on_which_nothing_starts(cluster, tmp_path):
@@ -138,7 +146,7 @@ def test_a_database_that_fails_on_a_node_costs_its_actor_not_the_sweep(cluster, 
 
 
 def test_an_error_in_the_middle_brings_the_rows_home_and_removes_the_folders(cluster, tmp_path):
-    left_behind = set(folders())
+    left_behind = folders()
 
     def on_cell(report: Any) -> None:
         time.sleep(0.5)
@@ -147,7 +155,7 @@ def test_an_error_in_the_middle_brings_the_rows_home_and_removes_the_folders(clu
     with pytest.raises(ValueError, match="the caller's own"):
         sweep_ray(cells(), store=tmp_path / "home.db", options=travelling(sample_s=0.004), on_cell=on_cell)
     assert len({row.cell for row in search_rows(tmp_path / "home.db")}) > 1, "the cells of the others were in work"
-    assert set(folders()) <= left_behind, "the nodes' folders are not removed"
+    assert_removed(left_behind)
 
 
 def test_a_cluster_without_a_gpu(cluster, tmp_path, monkeypatch):
