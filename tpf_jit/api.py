@@ -99,7 +99,7 @@ def is_supported(
         reason, _ = _inspect(q, k, v, bias, mask, p_in_weight)
     except InvalidInput as error:
         return False, str(error)
-    return reason is None, reason or TAKEN
+    return reason is None, reason or _taken(q)
 
 
 def explain(
@@ -132,7 +132,14 @@ def explain(
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
     passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch)
-    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or TAKEN, passes)
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or _taken(q), passes)
+
+
+def _taken(q: Any) -> str:
+    """Why a call or shape is on kernels, with what happens on the way there."""
+    if isinstance(q, Tensor) and q.dtype == torch.float32:
+        return f"{TAKEN}, from float32 rounded as autocast wants"
+    return TAKEN
 
 
 def compile(

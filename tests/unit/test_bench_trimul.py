@@ -23,7 +23,7 @@ from tpf_jit.bench import (
 from tpf_jit.bench import multiplication_peers as peers_module
 from tpf_jit.cli.app import run as run_cli
 from tpf_jit.errors import InvalidInput, MeasurementFailed
-from tpf_jit.record_tables import record_table
+from tpf_jit.record_tables import record_table, row_keys
 from tpf_jit.shape import TriangleMultiplicationShape
 from tpf_jit.templates.triangle_multiplication import reference
 from tpf_jit.templates.triangle_multiplication.inputs import make_inputs
@@ -229,7 +229,8 @@ def test_under_autocast_z_is_float32(monkeypatch):
     assert [row["impl"] for row in record["rows"]] == ["tpf_jit", "torch", "spy"] * 2
     assert all(0 < row["rel_rms"]["out"] < 2e-2 for row in record["rows"])
     assert "in the dtype that it computes in" in record["absent_peers"]["turbopairformer"]
-    assert record["method"]["activations"] in record_table(record, "a record")
+    assert "z_dtype = float32" in record_table(record, "a record") and record["method"]["autocast"] == "bfloat16"
+    assert not row_keys(record) & row_keys(run(passes=("forward", "backward"))), "neither supersedes the other"
     z = multiplication._AutocastProblem(SHAPE, "forward", torch.device("cpu"), None, settings)._inputs(0).z
     assert z.dtype == torch.float32 and not torch.equal(z, z.bfloat16().float())
     half = dataclasses.replace(SHAPE, dtype="float16")

@@ -581,6 +581,7 @@ WRONG = {
     "g_out_integer": ("g_out_weight", {"g_out_weight": lambda x: x.weights.g_out_weight.int()}),
     "g_out_device": ("g_out_weight", {"g_out_weight": lambda x: x.weights.g_out_weight.to("meta")}),
     "residual_size": ("residual", {"residual": lambda x: x.z[..., :16]}),
+    "residual_8_bits": ("residual", {"residual": lambda x: x.z.to(torch.float8_e4m3fn)}),
     "eps_zero": ("eps", {"eps": lambda x: 0.0}),
     "eps_nan": ("eps", {"eps": lambda x: math.nan}),
     "eps_tensor": ("eps", {"eps": lambda x: torch.tensor(1e-5)}),
@@ -812,7 +813,7 @@ def test_what_kernels_do_not_take_says_why(kernels) -> None:
     x = call()
     with pytest.warns(FallbackWarning, match="the kernel takes bfloat16, not float16"):
         run(call(dtype=torch.float16))
-    with pytest.warns(FallbackWarning, match="float32; allowed: bfloat16, float16|dtype: got 'float32'"):
+    with pytest.warns(FallbackWarning, match="z is float32 and autocast is off"):
         run(call(dtype=torch.float32))
     with pytest.warns(FallbackWarning, match="autocast computes in float16"), torch.autocast("cpu", dtype=torch.float16):
         triangle_multiplication(x.z.float(), "outgoing", None, *x.weights)
@@ -838,7 +839,7 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     pairs = list(zip(names, sources, strict=True))
     assert found.forward == ", ".join(f"triangle_multiplication_{name}_sm90 {source}" for name, source in pairs)
     assert f"  forward    {', '.join(f'{name}_sm90 {source}' for name, source in pairs)}\n" in str(found)
-    assert "dtype" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
+    assert "autocast is off" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")
     supported, reason = tpf_jit.is_supported(z, mask=torch.ones(8, 8), p_in_weight=weight)

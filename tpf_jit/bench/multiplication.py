@@ -59,7 +59,7 @@ def bench_multiplication(
             if shape.dtype != "bfloat16":
                 raise InvalidInput.of("autocast", f"True for {shape.dtype} activations", "True for bfloat16 ones")
         chosen, problem = [UnderAutocast(peer) for peer in chosen], _AutocastProblem
-        method = {"activations": "float32 z under bf16 autocast"}
+        method = {"autocast": "bfloat16"}
 
     def make(*of: Any) -> _Problem:
         return problem(*of, settings)
@@ -159,6 +159,9 @@ class _Problem(Problem):
 
 class _AutocastProblem(_Problem):
     """The same with a z that bf16 does not hold."""
+
+    def _fields(self) -> dict[str, Any]:
+        return {**super()._fields(), "z_dtype": "float32"}
 
     def _inputs(self, number: int) -> MultiplicationInputs:
         made = super()._inputs(number)

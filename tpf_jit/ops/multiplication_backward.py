@@ -180,15 +180,18 @@ def backward(
             given, front = (operands.z, saved.z_stats, operands.mask, dfactors), (folded.p_in, folded.g_in, folded.in_terms)
             front_sums = _sums(found.front_weights, (*given, *front), z, hidden, layout_backward.front_planes_empty)
             if found.front_backward is not None or found.front_gradients is not None:
-                dz = torch.empty_like(like)
-                own = dz.dtype == z.dtype and dz.is_contiguous() and layout.complies(dz)
+                dz = torch.empty_like(like) if z is like else None
+                own = dz is not None and dz.is_contiguous() and layout.complies(dz)
                 target = dz if own else layout_backward.pair_empty(z)
                 arguments = (*given, dzn, *front, target)
                 if found.front_backward is not None:
                     found.front_backward.function(*arguments, found.front_backward.num_ctas)
                 else:
                     front_sums = _sums(found.front_gradients, arguments, z, hidden, layout_backward.front_planes_empty)
-                if target is not dz:
+                if dz is None:
+                    del given, arguments, dzn, dfactors, operands, z  # what gave dz makes room for it
+                    dz = torch.empty_like(like)
+                if not own:
                     dz.copy_(target)
         if front_sums[0] is not None or back_sums[0] is not None:
             grads = _weight_gradients(found.finish, weights, (*front_sums, *back_sums), needed[1:])

@@ -58,6 +58,8 @@ def check(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | N
     if residual.shape != z.shape or residual.device != z.device or not residual.dtype.is_floating_point:
         came = f"{_size(residual)} {residual.dtype} on {residual.device}"
         raise InvalidInput.of("residual", came, f"z's {_size(z)} in a floating-point dtype on {z.device}")
+    if residual.dtype.itemsize == 1:  # PyTorch adds nothing to them
+        raise InvalidInput.of("residual", f"dtype {residual.dtype}", "a floating-point dtype of 16 bits or more")
 
 
 def check_canonical(z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None, rule: tuple) -> None:

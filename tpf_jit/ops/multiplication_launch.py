@@ -56,10 +56,12 @@ NOTHING = Keep()
 def kernel_input(z: Tensor) -> Tensor:
     """z as kernels take it: itself, or a float32 z (under bf16 autocast) less the mean of each pair, rounded to bfloat16.
 
-    A LayerNorm does not see the mean, and neither do gradients; without it, rounding z costs what rounding LN(z) would.
+    A LayerNorm does not see the mean, and neither do gradients; without it, rounding z costs what rounding LN(z) before its bias
+    would. From one layout, so that equal values give equal bits.
     """
     if z.dtype != torch.float32:
         return z
+    z = layout.pair_operand(z)
     return torch.sub(z, z.mean(-1, keepdim=True), out=torch.empty(z.shape, dtype=torch.bfloat16, device=z.device))
 
 
@@ -139,15 +141,20 @@ def forward(
             residual = operands.z if residual is given else layout.pair_operand(residual)
         x_stats = layout.stats_empty(z) if keep.stats else None
         found.back.function(*operands.back(z_stats, x, residual, target, x_stats), eps, found.back.num_ctas)
+        x = x if keep.x else None
         if outside is not None:
-            target = torch.add(outside, target, out=out)
-        elif out is not None and not in_place:
+            del operands, z  # what is not kept makes room
+            if out is None:
+                wide = torch.promote_types(outside.dtype, target.dtype)
+                out = torch.empty(target.shape, dtype=wide, device=target.device)
+            torch.add(outside, target, out=out)
+        elif out is None:
+            out = target
+        elif not in_place:
             out.copy_(target)
-    if out is None:
-        out = target
     if keep.stats:
-        return out, Saved(x if keep.x else None, factors, z_stats, x_stats, matrices, terms)
-    return out, Saved(x[..., : z.shape[1]] if keep.x else None, factors)
+        return out, Saved(x, factors, z_stats, x_stats, matrices, terms)
+    return out, Saved(None if x is None else x[..., : given.shape[1]], factors)
 
 
 def write_over(

@@ -137,7 +137,8 @@ def decide(
     try:
         shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
     except InvalidInput as error:
-        return here.reason or str(error), None
+        single = "z is float32 and autocast is off; kernels take bfloat16, or float32 under bfloat16 autocast"
+        return here.reason or (single if dtype == torch.float32 else str(error)), None
     if not takes(z, dtype):
         return here.reason or f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
     return here.reason or unsupported(shape), shape

@@ -96,18 +96,20 @@ def triangle_multiplication(
         p_in_bias, g_in_bias: None or `(2 D,)`.
         p_out_bias, g_out_bias: None or `(C,)`.
         eps: of both LayerNorms.
-        residual: None, or like z (it may be z): added to the update before that is rounded.
+        residual: None, or like z in any floating dtype of 16 bits or more (it may be z): added to the update before that is
+            rounded, or by kernels after, where it is not bfloat16.
         recompute: save less for the backward: the factors a and b and the contraction x are computed anew there.
         inplace: write the result over z, and return z; for inference. With `residual=z` this is `z += update`.
 
     Returns:
         The update, contiguous, shaped like z. Its dtype is autocast's where autocast is on and z's otherwise; with a residual,
         what PyTorch promotes both to. Under bf16 autocast kernels round a float32 z once its pairs' means are taken out, which
-        costs what rounding LN(z) would; a residual that is not bf16 they leave to be added to the rounded update.
+        costs what rounding LN(z) before its bias would.
 
-        For the backward these are saved: z, mask and the weights, and unless `recompute` x, `(B, D, N, N)` in the result's dtype
-        (float32 where that is fp16). Where it runs on kernels also the weights as these read them, mean and deviation of every
-        pair of z and x, and unless `recompute` a and b, each like x; rows of these and of x are then rounded up to 8 elements.
+        For the backward these are saved: z, mask and the weights, and unless `recompute` x, `(B, D, N, N)` in the dtype of the
+        activations (float32 where that is fp16). Where it runs on kernels also the weights as these read them, mean and deviation
+        of every pair of z and x, and unless `recompute` a and b, each like x; rows of these and of x are then rounded up to 8
+        elements.
 
     Raises:
         InvalidInput: the arguments do not fit together, or `inplace` where gradients are wanted; nothing has been allocated.
