@@ -14,7 +14,9 @@ RUNTIME := torch cutlass tvm_ffi optuna sqlite_utils platformdirs rich typer
 FOUND := import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))
 have = $(shell $(PYTHON) -c "$(FOUND)" $(1) 2>/dev/null && echo yes)
 
-READY := $(call have,$(RUNTIME) pytest)
+# The demo wants no test tools.
+NEEDED := $(RUNTIME) $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),pytest)
+READY := $(call have,$(NEEDED))
 ifeq ($(READY),yes)
   PY := $(PYTHON)
   SETUP :=

@@ -19,9 +19,9 @@ from tpf_jit import kernels
 from tpf_jit.compiler import KernelSpec
 from tpf_jit.errors import ColdKernelInCapture, CompileFailed, InvalidInput, NoKernel, ShapeUnsupported
 from tpf_jit.explanation import Explanation, explain_kernel, explain_passes
-from tpf_jit.ops import launch, multiplication_backward, multiplication_routing, routing
+from tpf_jit.ops import inspection, launch, multiplication_backward, multiplication_routing, routing
 from tpf_jit.ops.launch import run_kernel
-from tpf_jit.ops.plans import inspect_call, shadows
+from tpf_jit.ops.plans import shadows
 from tpf_jit.ops.settings import residual_compensation
 from tpf_jit.ops.triangle_attention import triangle_attention
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
@@ -36,7 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_ARCH = "sm_90a"
-TAKEN = "a compiled kernel takes it"
 
 
 class CompiledKernel:
@@ -86,20 +85,25 @@ def is_supported(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     p_in_weight: Tensor | None = None,
+    **others: Any,
 ) -> tuple[bool, str]:
     """Whether a compiled kernel takes a call (its tensors) or a shape (on the current device), and why or why not.
 
     The tensors of `triangle_attention` are q, k, v, bias and mask; of `triangle_multiplication` those that matter are
-    `is_supported(z, mask=mask, p_in_weight=p_in_weight)`.
+    `is_supported(z, mask=mask, p_in_weight=p_in_weight)`, and its other arguments may be there.
 
     From metadata only: nothing is compiled, and False never means an error, as `triangle_attention` takes its PyTorch path
     then; except that tensors which do not fit together give False with the message that a call would raise.
+
+    Raises:
+        InvalidInput: what was given is neither a call nor a shape.
     """
+    inspection.check_kind(q, k, v, bias, mask, p_in_weight, others)
     try:
-        reason, _ = _inspect(q, k, v, bias, mask, p_in_weight)
+        reason, _ = inspection.inspect(q, k, v, bias, mask, p_in_weight, others, _current_device())
     except InvalidInput as error:
         return False, str(error)
-    return reason is None, reason or _taken(q)
+    return reason is None, reason or inspection.taken(q)
 
 
 def explain(
@@ -109,6 +113,7 @@ def explain(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     p_in_weight: Tensor | None = None,
+    **others: Any,
 ) -> Explanation:
     """Which path and kernel a call (its tensors) or a shape (on the current device) gets, and why. Compiles nothing.
 
@@ -118,13 +123,17 @@ def explain(
     that the default architecture would run.
 
     Raises:
-        InvalidInput: tensors that do not fit together.
+        InvalidInput: tensors that do not fit together, or what is neither a call nor a shape.
     """
-    reason, shape = _inspect(q, k, v, bias, mask, p_in_weight)
+    inspection.check_kind(q, k, v, bias, mask, p_in_weight, others)
+    reason, shape = inspection.inspect(q, k, v, bias, mask, p_in_weight, others, _current_device())
     if shape is None:
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     several = isinstance(shape, TriangleMultiplicationShape)
+    refusal = multiplication_routing.unsupported(shape) if several else routing.unsupported(shape, None)
+    if reason and refusal and refusal not in reason:  # the machine at hand, and the kernels of any
+        reason = f"{reason}; besides, {refusal}"
     in_pytorch = None if k is None else launch.repeats_in_training(*shadows(q, k, v, bias)[::3])
     try:
         family = multiplication_routing.contraction(shape.direction) if several else f"{shape.op}/forward"
@@ -132,14 +141,7 @@ def explain(
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
     passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch)
-    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or _taken(q), passes)
-
-
-def _taken(q: Any) -> str:
-    """Why a call or shape is on kernels, with what happens on the way there."""
-    if isinstance(q, Tensor) and q.dtype == torch.float32:
-        return f"{TAKEN}, from float32 rounded as autocast wants"
-    return TAKEN
+    return explain_kernel(kernel, "fallback" if reason else "kernel", reason or inspection.taken(q), passes)
 
 
 def compile(
@@ -239,20 +241,6 @@ def tune(problem: Any, direction: str | None = None, *arguments: Any, **options:
     resolve.reload()
     kernels.reload_choices()
     return results[0] if single and len(results) == 1 else results
-
-
-def _inspect(q: Any, k: Any, v: Any, bias: Any, mask: Any, p_in_weight: Any) -> tuple[str | None, Any]:
-    if p_in_weight is not None and k is None and v is None and bias is None:
-        return multiplication_routing.inspect_call(q, mask, p_in_weight)
-    if isinstance(q, Tensor) and p_in_weight is None and any(x is not None for x in (k, v, bias)):
-        return inspect_call(q, k, v, bias, mask)
-    if not is_shape(q) or any(x is not None for x in (k, v, bias, mask, p_in_weight)):
-        allowed = "a shape alone, the tensors q, k, v, bias and perhaps mask, or z with p_in_weight and perhaps mask"
-        raise InvalidInput.of("q", type(q).__name__, allowed)
-    device = _current_device()
-    if isinstance(q, TriangleMultiplicationShape):
-        return routing.hardware(device).reason or multiplication_routing.unsupported(q), q
-    return routing.hardware(device).reason or routing.unsupported(q, device), q
 
 
 def _current_device() -> torch.device | None:

@@ -276,7 +276,8 @@ def _platform_folder() -> Path:
 
 def _check_owner(folder: Path, facts: os.stat_result) -> None:
     remedy = "or set TPF_JIT_CACHE to a folder of your own"
-    if facts.st_uid != os.geteuid():
+    # Root's too, as in a container that comes with its kernels: root could replace this package as well.
+    if facts.st_uid not in (os.geteuid(), 0):
         raise CacheUntrusted(
             f"the object cache folder {folder} belongs to user id {facts.st_uid}, not to {os.geteuid()}: loading kernels from it "
             f"would run another user's code; remedy: remove it, {remedy}"

@@ -164,11 +164,18 @@ def test_is_supported_says_what_the_call_does(hopper) -> None:
 def test_is_supported_refuses_half_a_call() -> None:
     q, k, *_ = tensors()
     assert "v: got NoneType" in api.is_supported(q, k)[1]
-    assert "q: got Tensor; allowed: a shape alone" in api.is_supported(q)[1] and "z with p_in_weight" in api.is_supported(q)[1]
+    for given, came in (((q,), "Tensor alone"), (("boltz2",), "str")):  # to say False here would hide a mistake
+        with pytest.raises(InvalidInput, match=f"^q: got {came}; allowed: a shape alone, .+ z with p_in_weight"):
+            api.is_supported(*given)
     with pytest.raises(InvalidInput, match="shape alone"):
         api.explain(SHAPE, q)
     with pytest.raises(InvalidInput, match="^q: got int"):
         api.explain(384)
+
+
+def test_explain_without_a_gpu_says_what_no_kernel_takes() -> None:
+    assert "the kernel takes bfloat16, not float16" in api.explain(TriangleMultiplicationShape(64, dtype="float16")).reason
+    assert "besides" not in api.explain(SHAPE).reason
 
 
 def test_explain_without_a_gpu_shows_what_one_would_run() -> None:

@@ -101,9 +101,18 @@ def test_a_folder_others_may_write_to_is_refused(store: ObjectStore, mode: int) 
 
 def test_a_folder_of_another_user_is_refused(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.ensure(spec())
+    facts, usual = list(store.root.stat()), type(store.root).stat
+    facts[4] = 4711  # st_uid
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        return os.stat_result(facts) if self == store.root else usual(self, **options)
+
+    monkeypatch.setattr(type(store.root), "stat", stat)
     monkeypatch.setattr(os, "geteuid", lambda: 123456)
-    with pytest.raises(CacheUntrusted, match="belongs to user id .* not to 123456"):
+    with pytest.raises(CacheUntrusted, match="belongs to user id 4711, not to 123456"):
         store.get(spec())
+    facts[4] = 0  # a container's
+    assert store.get(spec()) is not None
 
 
 def test_the_folder_is_argument_then_environment_then_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

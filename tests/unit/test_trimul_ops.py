@@ -842,6 +842,10 @@ def test_is_supported_and_explain(monkeypatch) -> None:
     assert "autocast is off" in tpf_jit.explain(z.float(), p_in_weight=weight).reason
     with torch.autocast("cpu", dtype=BF16):
         assert tpf_jit.explain(z.float(), p_in_weight=weight).shape.endswith("bfloat16/weight-float32/mask-none")
+    named = x.weights._asdict() | {"direction": "incoming", "eps": 1e-5}
+    assert tpf_jit.is_supported(z, mask=x.mask, **named)[0] and "/incoming/" in tpf_jit.explain(z, mask=x.mask, **named).shape
+    with pytest.raises(InvalidInput, match="^weight: got"):
+        tpf_jit.explain(z, p_in_weight=weight, weight=weight)
     supported, reason = tpf_jit.is_supported(z, mask=torch.ones(8, 8), p_in_weight=weight)
     assert not supported and reason.startswith("mask")
     with pytest.raises(InvalidInput, match="^p_in_weight"):

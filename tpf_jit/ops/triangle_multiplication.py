@@ -96,8 +96,7 @@ def triangle_multiplication(
         p_in_bias, g_in_bias: None or `(2 D,)`.
         p_out_bias, g_out_bias: None or `(C,)`.
         eps: of both LayerNorms.
-        residual: None, or like z in any floating dtype of 16 bits or more (it may be z): added to the update before that is
-            rounded, or by kernels after, where it is not bfloat16.
+        residual: None, or like z (it may be z): added before the update is rounded; by kernels after, where it is not bf16.
         recompute: save less for the backward: the factors a and b and the contraction x are computed anew there.
         inplace: write the result over z, and return z; for inference. With `residual=z` this is `z += update`.
 
