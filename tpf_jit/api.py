@@ -177,12 +177,21 @@ def compile(
         CacheUntrusted: others may write to the object cache.
     """
     shapes, single = _shapes(problem)
-    chosen = [kernel for shape in shapes for kernel in _choose(shape, _target(arch), template, config, residual)]
-    if training:
-        chosen = list(dict.fromkeys([*chosen, *(kernel for shape in shapes for kernel in _of_training(shape))]))
+    chosen = chosen_kernels(shapes, arch, template, config, residual, training)
     _build({kernel.spec for kernel in chosen}, workers)
     compiled = [CompiledKernel(kernel) for kernel in chosen]
     return compiled[0] if single and len(compiled) == 1 else compiled
+
+
+def chosen_kernels(
+    shapes: Iterable[Any], arch: str | None, template: str | None, config: Any, residual: bool, training: bool
+) -> list[kernels.Kernel]:
+    """The kernels that `compile` makes sure of for these shapes; arguments and errors are its."""
+    shapes = list(shapes)
+    chosen = [kernel for shape in shapes for kernel in _choose(shape, _target(arch), template, config, residual)]
+    if not training:
+        return chosen
+    return list(dict.fromkeys([*chosen, *(kernel for shape in shapes for kernel in _of_training(shape))]))
 
 
 def warmup(problem: Any, residual: bool = False, workers: int | None = None, training: bool = False) -> list[CompiledKernel]:

@@ -11,7 +11,10 @@ from typing import Any
 _MEASURED = ("ms", "ms_p10", "ms_p90", "peak_mib", "config", "config_from", "rel_rms")
 """Fields of a timed row that are results; all others say what was measured."""
 _SIZES = ("B", "I", "N", "H", "D", "C", "hidden", "crop")
-_COUNTED = ("cases", "not_finite", "rel_rms_mean", "rel_rms_max", "max_abs", "bitwise_repeats", "bitwise_cases", "bitwise_equal")
+_COUNTED = (
+    *("cases", "not_finite", "not_zero", "rel_rms_mean", "rel_rms_max", "max_abs"),
+    *("bitwise_repeats", "bitwise_cases", "bitwise_equal"),
+)
 """Fields of a judged row that are results of one problem, of which a table shows the sum over all."""
 _SEARCHED = ("knowledge", "order", "failed", "trials", "found_us", "best_us", "ratio", "trials_to_2pct")
 """Fields of a replayed search that are none of its problem and size."""
@@ -144,11 +147,18 @@ def _ratio(row: Mapping[str, Any] | None) -> str:
 def _error(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    wrong = sum(row.get("not_finite", 0) for row in rows)
-    if wrong:
-        return f"not finite in {wrong}"
+    if wrong := faults(rows):
+        return wrong
     mean = sum(row["cases"] * row["rel_rms_mean"] for row in rows) / sum(row["cases"] for row in rows)
     return f"{mean:.3e} ({max(row['rel_rms_max'] for row in rows):.3e})"
+
+
+def faults(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In how many cases judged rows have no error that is a number, and why; "" where all have one."""
+    counts = {"not finite": "not_finite", "not exactly zero": "not_zero"}
+    return ", ".join(
+        f"{words} in {count}" for words, field in counts.items() if (count := sum(row.get(field, 0) for row in rows))
+    )
 
 
 def _one_by_one(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

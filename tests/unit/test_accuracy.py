@@ -90,8 +90,9 @@ def test_the_estimate_grows_with_the_problem():
 
 
 def test_errors_are_relative_to_the_reference_and_nothing_wrong_passes():
-    ref = float64.outputs(problem("bool", "rows"))
-    yardstick = float64.Yardstick(ref)
+    inputs = problem("bool", "rows")
+    ref = float64.outputs(inputs)
+    yardstick = float64.Yardstick(ref, float64.without_keys(inputs))
     rounded = {name: value.to(torch.bfloat16) for name, value in ref.items()}
     for name, (error, largest) in yardstick.errors(rounded).items():
         assert error == pytest.approx(relative_rms(rounded[name], ref[name]), rel=1e-9)
@@ -104,7 +105,47 @@ def test_errors_are_relative_to_the_reference_and_nothing_wrong_passes():
     broken = ref["dq"].clone()
     assert not broken[0, 0].any()
     broken[0, 0, 0, 0, 0] = 1e-30
-    assert yardstick.errors({"dq": broken, "out": ref["out"]}) == {"dq": (math.inf, math.inf), "out": (0.0, 0.0)}
+    assert yardstick.errors({"dq": broken, "out": ref["out"]}) == {"dq": (math.inf, 1e-30), "out": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "pattern", "value"), [("bool", "rows", None), ("bool", "random50", None), ("additive", "rows", -math.inf)]
+)
+def test_only_the_mask_says_what_is_exactly_zero(mask, pattern, value):
+    inputs = problem(mask, pattern, value=value)
+    zero = float64.without_keys(inputs)
+    ref = float64.outputs(inputs)
+    found = {name: zero[name].expand(*tensor.shape[:-1], 1) for name, tensor in ref.items()}
+    assert all(torch.equal(lines, (ref[name] == 0).all(-1, keepdim=True)) for name, lines in found.items())
+    assert found["dk"].any() and not found["dk"].all() and bool(found["out"].any()) == (pattern == "rows")
+    for name, lines in found.items():
+        broken = ref[name].masked_fill(lines, 1e-30)
+        expected = (math.inf, 1e-30) if lines.any() else (0.0, 0.0)
+        assert float64.Yardstick(ref, zero).errors({name: broken}) == {name: expected}
+
+
+def test_no_key_in_any_row_makes_the_bias_gradient_exactly_zero():
+    inputs = problem("bool", "rows")
+    inputs.mask.fill_(False)
+    zero, ref = float64.without_keys(inputs), float64.outputs(inputs)
+    assert float64.Yardstick(ref, zero).errors(ref) == dict.fromkeys(float64.TENSORS, (0.0, 0.0))
+    small = {name: tensor + 1e-30 for name, tensor in ref.items()}
+    assert float64.Yardstick(ref, zero).errors(small) == dict.fromkeys(float64.TENSORS, (math.inf, 1e-30))
+
+
+def test_what_is_zero_by_underflow_may_be_as_far_off_as_all_else():
+    inputs = problem()
+    inputs.bias[..., 0, :] = -1e4  # nearly all of the first query's probability goes to its first key
+    inputs.bias[..., 0, 0] = 0.0
+    assert float64.without_keys(inputs) == {} and float64.without_keys(problem("additive", "rows", value=-1e9))["out"].any() == 0
+    ref = float64.outputs(inputs)
+    line = ref["dbias"][0, 0, 0, 0]
+    assert (line[1:] == 0).all(), "underflow"
+    ref["dbias"][0, 0, 0, 0] = 0.0  # what is left of the first key cancels, up to rounding
+    found = ref["dbias"].clone()
+    found[0, 0, 0, 0, 0] = 1e-6
+    error, largest = float64.Yardstick(ref, {}).errors({"dbias": found})["dbias"]
+    assert 0 < error < 1e-6 and largest == 1e-6
 
 
 def test_bits_are_compared_not_values():
@@ -213,6 +254,46 @@ def test_what_is_wrong_is_recorded_as_it_is():
     assert record["absent_peers"]["crash"] == "RuntimeError: no such tile (N=24 D=16, 4 cases)"
     table = record_table(record, "name")
     assert "| normal | unsteady | 4 |" in table and "| no: dv |" in table and "not finite in 4" in table
+
+
+class NotZero(peers_module.Torch):
+    """A row without keys is not quite zero."""
+
+    name = "not_zero"
+
+    def forward(self, inputs):
+        return super().forward(inputs) + 1e-6
+
+
+def test_what_is_finite_is_not_called_otherwise(capsys):
+    from tpf_jit.cli.accuracy import _table
+
+    for peer in (NotZero(), NotFinite()):
+        peers_module.register(peer)
+    said = []
+    # Every third row of this family's mask is without a key.
+    settings = quick(crops=(16,), seeds=(0, 1), families=("extreme",), mask="bool", impls=["tpf_jit", "not_zero", "not_finite"])
+    record = run(settings, say=said.append).record
+    assert records.validate(record) == []
+    rows = {(row["impl"], row["tensor"]): row for row in record["rows"]}
+    counts = {impl: [rows[impl, "out"][name] for name in ("not_finite", "not_zero")] for impl in settings.impls}
+    assert counts == {"tpf_jit": [0, 0], "not_zero": [0, 1], "not_finite": [1, 0]}
+    assert rows["not_zero", "out"]["rel_rms_mean"] is None and 0 < rows["not_zero", "out"]["max_abs"] < 10
+    assert rows["not_finite", "out"]["max_abs"] is None
+    assert "not_zero wrong (not exactly zero: out" in said[-1] and "not_finite wrong (not finite: out" in said[-1]
+    lines = {line.split(" | ")[1]: line for line in record_table(record, "name").splitlines() if line.startswith("| extreme")}
+    assert "not exactly zero in 1" in lines["not_zero"] and "not finite" not in lines["not_zero"]
+    assert "| not finite in 1 |" in lines["not_finite"]
+    assert "not_zero = " not in record_table(record, "name").partition("\n\n")[0]
+    _table(record)
+    printed = capsys.readouterr().out
+    assert "not exactly zero in 1" in printed and "not finite in 1" in printed
+
+
+def test_on_a_cpu_nothing_is_said_of_an_h200():
+    said = []
+    run(quick(crops=(16,), seeds=(0, 1), families=("normal",), impls=["torch"]), say=said.append)
+    assert said[0] == "1 of 1 cases to do"
 
 
 def test_a_lost_device_ends_the_run_and_keeps_what_was_done(monkeypatch, tmp_path):
@@ -386,3 +467,16 @@ def test_the_verb_writes_no_record_of_a_part_unless_told_to(tmp_path, capsys, mo
 def test_seeds_that_are_none(seeds, capsys):
     assert run_cli([*ARGUMENTS, "--seeds", seeds]) == 1
     assert "seeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--continue"], ["--budget-s", "5"]])
+def test_going_on_needs_a_work_file(words, capsys):
+    assert run_cli([*ARGUMENTS, "--seeds", "1", "--impls", "torch", *words]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == f"Error: {words[0]} needs --work FILE, which keeps results for the next run\n"
+
+
+def test_no_families_name_their_option(capsys):
+    for verb in (ARGUMENTS, ["accuracy-trimul", "--device", "cpu", "--crops", "8"]):
+        assert run_cli([*verb, "--families", ""]) == 1
+        assert capsys.readouterr().err.startswith("Error: --families: got ''; allowed: ")

@@ -436,6 +436,29 @@ def test_the_bench_verb_writes_a_record(tmp_path, capsys):
     assert kept.kind == "bench.trimul" and kept.problems == () and len(kept.content["rows"]) == 8
 
 
+def test_the_bench_verb_says_when_z_is_float32(capsys):
+    words = "bench trimul --crops 8 --channels 32 --impls torch --rounds 2 --samples 1 --device cpu".split()
+    for more, title in ((["--autocast"], ", z in float32 under bfloat16 autocast"), ([], "")):
+        assert run_cli([*words, *more]) == 0
+        (found,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("triangle multiplicative update")]
+        assert found.strip().endswith(f"){title}")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--passes", ""], "--passes: got ''; allowed: names separated by commas"),
+        (["--replay"], "--replay times CUDA graphs and needs a CUDA device; with --device cpu leave it out"),
+        (["--crops", "8,x"], "--crops: got '8,x'; allowed: numbers separated by commas"),
+        (["--crops", ""], "--crops: got ''; allowed: crops with commas, a model preset, or a shape key"),
+    ],
+)
+def test_the_bench_verb_names_its_options(words, text, capsys):
+    assert run_cli(["bench", "trimul", "--crops", "8", "--channels", "32", "--device", "cpu", *words]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"Error: {text}\n")
+
+
 def test_the_bench_verb_takes_keys_and_refuses_other_problems(capsys):
     options = "--impls torch --rounds 2 --samples 1 --device cpu --json".split()
     assert run_cli(["bench", "trimul", "--crops", SQUARE.key(), *options]) == 0

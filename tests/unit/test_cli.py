@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ class TestErrors:
     def test_module_and_function_agree(self) -> None:
         done = subprocess.run([sys.executable, "-m", "tpf_jit.cli", "--version"], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, f"tpf-jit {tpf_jit.__version__}")
+
+
+@pytest.mark.parametrize("group", ["", "db", "bench", "records"])
+def test_a_group_without_a_command_is_its_help(call: Any, group: str) -> None:
+    code, out, err = call(*group.split())
+    assert (code, out) == (2, "") and err.startswith(f"Usage: tpf-jit {group}".rstrip() + " [OPTIONS] COMMAND")
+    assert err.rstrip() == call(*group.split(), "--help")[1].rstrip()
+
+
+def test_the_help_names_both_operations(call: Any) -> None:
+    text = " ".join(call("--help")[1].split())
+    assert "Triangle attention and triangle multiplication kernels" in text
 
 
 def test_every_command_answers_help(call: Any) -> None:
@@ -338,6 +351,58 @@ class TestKernels:
         ((shapes, *_, training),) = asked
         assert [shape.direction for shape in shapes] == ["outgoing", "incoming"] and training is bool(words)
 
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_compile_says_how_many_kernels_the_cache_lacks(
+        self, call: Any, private_state: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    ) -> None:
+        """On stderr, and where that is a terminal with a bar that follows the cache."""
+        from tpf_jit.cli import kernels
+        from tpf_jit.kernels import default_store
+        from tpf_jit.tune import report
+
+        kept: set[Any] = set()
+        told: list[int] = []
+        seen = threading.Event()
+
+        class Bar:
+            def __init__(self, title: str, total: int) -> None:
+                told.append(-total)
+
+            def __enter__(self) -> Bar:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def update(self, done: int, note: str) -> None:
+                told.append(done)
+                if done == 1:
+                    seen.set()
+
+        shapes = [TriangleMultiplicationShape(128, direction=way) for way in ("outgoing", "incoming")]
+        specs = {kernel.spec for kernel in tpf_jit.api.chosen_kernels(shapes, None, None, None, False, False)}
+        number = len(specs)
+
+        def compile(*_: Any) -> list[Any]:
+            kept.add(next(iter(specs)))
+            assert not terminal or seen.wait(10)
+            kept.update(specs)
+            return []
+
+        monkeypatch.setattr(type(default_store()), "get", lambda self, spec: Path("kept") if spec in kept else None)
+        monkeypatch.setattr(tpf_jit, "compile", compile)
+        monkeypatch.setattr(report, "Progress", Bar)
+        monkeypatch.setattr(kernels, "WATCH_S", 0.01)
+        monkeypatch.setattr(kernels, "_on_terminal", lambda: terminal)
+        words = ("compile", "128", "--op", "triangle_multiplication")
+        code, _, err = call(*words)
+        assert code == 0 and err == f"compiling {number} kernels\n" and number > 2
+        assert ([told[0], told[-1], 1 in told] == [-number, number, True]) if terminal else told == []
+        told.clear()
+        assert call(*words)[2] == "", "all are there"
+        kept.clear()
+        assert call(*words, "--json")[2] == "" and told == []
+
     def test_tuning_without_a_gpu_says_what_to_do(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tpf_jit.device.current_device", lambda index=None: None)
         code, _, err = call("tune", "384")
@@ -369,6 +434,19 @@ class TestDatabase:
         assert show("N256", "--device", "H100") == []
         code, out, _ = call("db", "show", "N256", "--no-shipped")
         assert (code, "out is off" in out) == (0, True)
+
+    @pytest.mark.parametrize("words", [(), ("--json",)])
+    def test_a_problem_that_nothing_is_of_is_an_error(self, call: Any, database: Path, words: tuple[str, ...]) -> None:
+        text = "Error: no problem has 'N9999' in its name; `tpf-jit db list` shows those that there are\n"
+        assert call("db", "show", "N9999", "--no-shipped", *words) == (1, "", text)
+
+    @pytest.mark.parametrize("content", [b"# Some text\n", b"\n\x89PNG\r\n\xff"])
+    @pytest.mark.parametrize("verb", ["import", "merge"])
+    def test_a_file_that_is_no_export(self, call: Any, database: Path, tmp_path: Path, verb: str, content: bytes) -> None:
+        file = tmp_path / "some.jsonl"
+        file.write_bytes(content)
+        code, out, err = call("db", verb, file)
+        assert (code, out) == (1, "") and err.startswith(f"Error: {file} is no export: ") and "`tpf-jit db export FILE`" in err
 
     def test_export_and_import(self, call: Any, reading: Any, database: Path, tmp_path: Path) -> None:
         text, other = tmp_path / "rows.jsonl", tmp_path / "other.db"
@@ -609,8 +687,8 @@ class TestWrongValues:
     def test_training_says_what_pytorch_does(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tpf_jit, "compile", lambda *arguments: [])
         wide = ("compile", "128", "--op", "triangle_multiplication", "--channels", "512")
-        _, _, err = call(*wide, "--training")
+        _, _, err = call(*wide, "--training", "--json")
         assert err.startswith("the backward takes the PyTorch path for N=128 C=512 outgoing bf16 and 1 more: ")
         assert err.count("\n") == 1
-        assert call(*wide)[2] == ""
-        assert call("compile", "128", "--training")[2] == ""
+        assert call(*wide, "--json")[2] == ""
+        assert call("compile", "128", "--training", "--json")[2] == ""

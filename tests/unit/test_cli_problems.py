@@ -105,6 +105,13 @@ def test_benches_refuse_it_too(call: Any, verb: tuple[str, ...]) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("verb", BENCHES, ids=" ".join)
+def test_crops_that_are_none_name_the_option(call: Any, verb: tuple[str, ...]) -> None:
+    for crops, allowed in (("8,x", "numbers separated by commas"), ("", "crops with commas, a model preset, or a shape key")):
+        assert call(*verb, "--crops", crops) == (1, "", f"Error: --crops: got {crops!r}; allowed: {allowed}\n")
+    assert call("explain", "")[2].startswith("Error: TARGET: got ''; allowed: crops with commas")
+
+
 class TestWhatReachesTheWork:
     """The shapes that commands hand on, where crops and options come from the command line."""
 

@@ -77,7 +77,8 @@ def judged(results: Sequence[Mapping[str, Any]], tensor: str, repeats: int) -> d
     """The fields of a row about one tensor: errors over all cases, and whether repeated calls gave the same bits.
 
     Args:
-        results: a case each: `rel_rms`, `max_abs` (None where not finite) and `equal`, all by tensor.
+        results: a case each: `rel_rms` (None where not finite, and where not zero though nothing else is right), `max_abs` (None
+            where not finite) and `equal`, all by tensor.
         tensor: which.
         repeats: calls that were compared.
     """
@@ -87,7 +88,8 @@ def judged(results: Sequence[Mapping[str, Any]], tensor: str, repeats: int) -> d
     return {
         "tensor": tensor,
         "cases": len(results),
-        "not_finite": len(results) - len(errors),
+        "not_finite": len(results) - len(largest),
+        "not_zero": len(largest) - len(errors),
         "rel_rms_mean": _digits(sum(errors) / len(errors)) if errors else None,
         "rel_rms_max": _digits(max(errors)) if errors else None,
         "max_abs": _digits(max(largest)) if largest else None,
@@ -95,6 +97,17 @@ def judged(results: Sequence[Mapping[str, Any]], tensor: str, repeats: int) -> d
         "bitwise_cases": equal,
         "bitwise_equal": equal == len(results),
     }
+
+
+def worst(result: Mapping[str, Any]) -> str:
+    """One case in a few words: its largest error or what is wrong, and whether bits differ. `result`: see `judged`."""
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for tensor, error in result["rel_rms"].items():
+        if error is None:
+            wrong["not finite" if result["max_abs"][tensor] is None else "not exactly zero"].append(tensor)
+    reasons = "; ".join(f"{reason}: {' '.join(tensors)}" for reason, tensors in wrong.items())
+    text = f"wrong ({reasons})" if wrong else f"at most {max(result['rel_rms'].values()):.2e}"
+    return text + ("" if all(result["equal"].values()) else " (bits differ)")
 
 
 def _absent(settings: Any, kept: WorkFile, absent: Mapping[str, str], present: Sequence[Peer]) -> dict[str, str]:

@@ -29,7 +29,7 @@ def bench_device(device: str | None) -> tuple[Any, timing.Timer]:
     if device is not None and torch.device(device).type == "cpu":
         return torch.device("cpu"), timing.WallTimer()
     if not torch.cuda.is_available():
-        raise MeasurementFailed("benches time a GPU and PyTorch sees none; with device cpu they time the CPU path instead")
+        raise MeasurementFailed("this needs a GPU and PyTorch sees none; with device cpu it measures the PyTorch path instead")
     index = torch.device(device).index if device is not None else None
     index = torch.cuda.current_device() if index is None else index
     if index >= (count := torch.cuda.device_count()):

@@ -8,6 +8,7 @@ saves a pass over memory. The pair bias's gradient is a sum over all rows, so no
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from tpf_jit.bench.peer_base import Inputs
@@ -91,25 +92,44 @@ def _masked(score: Any, keys: Any) -> Any:
     return torch.where(keys.abs() > SWALLOWED, swallowed, score.add_(keys.double()))
 
 
+def without_keys(inputs: Inputs) -> dict[str, Any]:
+    """Tensor -> where its lines along the last axis are zero because of the mask, whatever the other inputs are.
+
+    Those of `out` and `dq` in rows without any key, of `dk` and `dv` at keys that their row excludes, and of `dbias` where no row
+    has a key; bool, they broadcast to `(B, I, H, N, 1)` (`dbias`: `(B, 1, H, N, 1)`). Empty without a mask. A key is excluded by
+    False or -inf; a large finite number only makes its probability small.
+    """
+    import torch
+
+    if inputs.mask is None:
+        return {}
+    excluded = ~inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask == -math.inf
+    empty, keys = excluded.all(-1, keepdim=True), excluded.mT
+    return {"out": empty, "dq": empty, "dk": keys, "dv": keys, "dbias": empty.all(1, keepdim=True)}
+
+
 class Yardstick:
     """Compares tensors with a float64 reference without waiting for the device until all are compared.
 
     Args:
         reference: as `outputs` gives it.
+        zero: as `without_keys` gives it: lines in which nothing but zero is right. Lines that are zero in the reference for
+            another reason, such as underflow or terms that happen to cancel, may be as far off as all others.
     """
 
-    def __init__(self, reference: dict[str, Any]) -> None:
+    def __init__(self, reference: dict[str, Any], zero: Mapping[str, Any] | None = None) -> None:
         import torch
 
         self._reference = reference
         self._norms = {name: torch.linalg.vector_norm(ref) for name, ref in reference.items()}
-        # Rows without a key give zeros, and then exactly.
-        zero = {name: (ref == 0).all(-1, keepdim=True) for name, ref in reference.items()}
-        self._zero = {name: lines for name, lines in zero.items() if bool(lines.any())}
+        self._zero = {name: lines for name, lines in (zero or {}).items() if bool(lines.any())}
 
     def errors(self, found: dict[str, Any]) -> dict[str, tuple[float, float]]:
-        """Tensor -> (relative RMS, largest absolute error); inf for one that holds a NaN or infinity, or that is not exactly zero
-        in a line (along the last axis) that is zero in the reference."""
+        """Tensor -> (relative RMS, largest absolute error).
+
+        Both are inf for one that holds a NaN or infinity. Only the first is for one that is finite but not exactly zero in a line
+        where it must be, or anywhere if the whole reference is zero.
+        """
         import torch
 
         results = []
@@ -123,11 +143,11 @@ class Yardstick:
 
 
 def _verdict(error: float, norm: float, largest: float, wrong: float) -> tuple[float, float]:
-    if wrong or not math.isfinite(error):
+    if not math.isfinite(error):
         return math.inf, math.inf
-    if norm == 0:
-        return (0.0, 0.0) if error == 0 else (math.inf, largest)
-    return error / norm, largest
+    if wrong or (norm == 0 and error != 0):
+        return math.inf, largest
+    return error / norm if norm else 0.0, largest
 
 
 def same_bits(a: Any, b: Any) -> Any:

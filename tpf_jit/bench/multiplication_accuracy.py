@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from tpf_jit.bench.accuracy_record import judged
+from tpf_jit.bench.accuracy_record import judged, worst
 from tpf_jit.bench.environment import bench_device, record_head
 from tpf_jit.bench.float64 import Yardstick, same_bits
 from tpf_jit.bench.interleaved import reason_of
@@ -127,7 +127,7 @@ class _Suite:
                 why, result = self._attempt(peer, shape, inputs, reference)
             if why is None:
                 self._results[shape, family, peer.name].append(result)
-                words.append(f"{peer.name} {_worst(result)}")
+                words.append(f"{peer.name} {worst(result)}")
                 continue
             counts = self._failures.setdefault(peer.name, {}).setdefault(why, {})
             where = shape.key().partition("/")[2]
@@ -196,8 +196,3 @@ def _call(peer: Peer, inputs: MultiplicationInputs) -> dict[str, Any]:
     # Contiguous, as bits are compared by views of another dtype.
     values = (out.detach(), *gradients)
     return {name: value.contiguous() for name, value in zip(("out", *inputs.names()), values, strict=True)}
-
-
-def _worst(result: dict[str, Any]) -> str:
-    values = [math.inf if value is None else value for value in result["rel_rms"].values()]
-    return f"at most {max(values):.2e}" + ("" if all(result["equal"].values()) else " (bits differ)")

@@ -74,7 +74,7 @@ def words(text: str, argument: str = "") -> list[str]:
 
 
 def shapes(
-    targets: list[str], op: str | None = None, usual: Mapping[str, str] | None = None, **options: Any
+    targets: list[str], op: str | None = None, usual: Mapping[str, str] | None = None, argument: str = "TARGET", **options: Any
 ) -> list[TriangleAttentionShape | TriangleMultiplicationShape]:
     """The problems that a command line names, in order, without repeats.
 
@@ -83,6 +83,7 @@ def shapes(
         op: see `Op`.
         usual: what `head_dim`, `channels` and `direction` (of multiplications) of crops are where they are not given, if other
             than 32, 128 and both.
+        argument: what the command line calls targets, for errors.
         options: fields of the problems, None where not given; those three as text. They make the problems of crops, and of
             presets and keys they keep those that have these values.
 
@@ -96,14 +97,16 @@ def shapes(
     given = {name: _values(name, value) for name, value in options.items() if value is not None}
     found: list[Any] = []
     for target in targets:
+        if not target.strip(" ,"):
+            raise InvalidInput.of(argument, repr(target), "crops with commas, a model preset, or a shape key")
         if target[:1].isdecimal():
             left_out = {name: _values(name, text) for name, text in {**_SEVERAL, **(usual or {})}.items()}
-            found += _of_crops(op or "triangle_attention", integers(target, "TARGET"), given, left_out)
+            found += _of_crops(op or "triangle_attention", integers(target, argument), given, left_out)
         else:
             named = [parse_key(target)] if is_key(target) else preset(target)
             found += _with_values(target, [shape for shape in named if op in (None, shape.op)], given)
     if not found:
-        raise InvalidInput.of("TARGET", repr(" ".join(targets)), f"problems of {op}")
+        raise InvalidInput.of(argument, repr(" ".join(targets)), f"problems of {op}")
     return list(dict.fromkeys(found))
 
 

@@ -10,7 +10,14 @@ import typer
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, print_json, print_table, say
 from tpf_jit.cli._shapes import words
-from tpf_jit.cli.bench import Device, Out, command_line, keep
+from tpf_jit.cli.bench import Out, command_line, keep
+from tpf_jit.errors import InvalidInput
+from tpf_jit.record_tables import faults
+
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="A torch device; cpu judges the PyTorch path. The current CUDA device if left out."),
+]
 
 
 def accuracy(
@@ -53,10 +60,12 @@ def accuracy(
     """
     from tpf_jit.bench import AccuracySettings, accuracy_attention
 
+    if work is None and (resume or budget_s is not None):
+        raise InvalidInput(f"{'--continue' if resume else '--budget-s'} needs --work FILE, which keeps results for the next run")
     settings = AccuracySettings(
         crops=tuple(_shapes.integers(crops, "--crops")),
         head_dims=tuple(_shapes.integers(head_dim, "--head-dim")),
-        families=tuple(words(families)),
+        families=tuple(words(families, "--families")),
         seeds=seed_range(seeds),
         impls=words(impls) if impls else None,
         heads=heads,
@@ -86,8 +95,6 @@ def accuracy(
 
 def seed_range(text: str) -> tuple[int, int]:
     """`"3"` or `"a:b"` as first seed and the one after the last; InvalidInput names the option otherwise."""
-    from tpf_jit.errors import InvalidInput
-
     first, colon, last = text.rpartition(":")
     if not last.isdecimal() or colon and not first.isdecimal():
         raise InvalidInput.of("--seeds", repr(text), "a number of seeds, or a:b")
@@ -99,7 +106,7 @@ def _table(record: dict[str, Any]) -> None:
     rows = []
     for row in record["rows"]:
         same = "yes" if row["bitwise_equal"] else f"no, in {row['cases'] - row['bitwise_cases']}"
-        mean = row["rel_rms_mean"] if not row["not_finite"] else f"not finite in {row['not_finite']}"
+        mean = faults([row]) or row["rel_rms_mean"]
         problem = f"N={row['N']} D={row['D']}"
         rows.append(
             (problem, row["family"], row["impl"], row["tensor"], row["cases"], mean, row["rel_rms_max"], row["max_abs"], same)

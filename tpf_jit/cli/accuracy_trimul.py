@@ -9,9 +9,10 @@ import typer
 from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, print_table, say
 from tpf_jit.cli._shapes import Channels, Dtype, Hidden, WeightDtype, words
-from tpf_jit.cli.accuracy import seed_range
-from tpf_jit.cli.bench import Crops, Device, Impls, Out, command_line, finish
+from tpf_jit.cli.accuracy import Device, seed_range
+from tpf_jit.cli.bench import Crops, Impls, Out, command_line, finish
 from tpf_jit.cli.bench_trimul import PairMask
+from tpf_jit.record_tables import faults
 
 
 def accuracy_trimul(
@@ -39,11 +40,11 @@ def accuracy_trimul(
 
     shapes = _shapes.shapes(
         [crops], "triangle_multiplication", channels=channels, hidden=hidden, direction=direction, dtype=dtype,
-        weight_dtype=weight_dtype, mask=mask,
+        weight_dtype=weight_dtype, mask=mask, argument="--crops",
     )  # fmt: skip
     settings = MultiplicationAccuracySettings(
         shapes=tuple(shapes),
-        families=tuple(words(families)),
+        families=tuple(words(families, "--families")),
         seeds=seed_range(seeds),
         impls=words(impls) if impls else None,
         repeats=repeats,
@@ -58,7 +59,7 @@ def _table(record: dict[str, Any]) -> None:
     for row in record["rows"]:
         problem = f"N={row['N']} C={row['C']} hidden={row['hidden']} {row['direction']}"
         same = "yes" if row["bitwise_equal"] else f"no, in {row['cases'] - row['bitwise_cases']}"
-        mean = row["rel_rms_mean"] if not row["not_finite"] else f"not finite in {row['not_finite']}"
+        mean = faults([row]) or row["rel_rms_mean"]
         what = (problem, row["family"], row["impl"], row["tensor"], row["cases"])
         rows.append((*what, mean, row["rel_rms_max"], row["max_abs"], same))
     absent = "; ".join(f"{impl}: {why}" for impl, why in record["absent_peers"].items())

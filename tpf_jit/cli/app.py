@@ -13,7 +13,7 @@ from tpf_jit.errors import TpfError
 
 app = typer.Typer(
     name="tpf-jit",
-    help="Triangle attention kernels: compile, tune, inspect. Every reading command takes --json.",
+    help="Triangle attention and triangle multiplication kernels: compile, tune, inspect. Every reading command takes --json.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -76,6 +76,10 @@ def run(argv: list[str]) -> int:
         # Usage errors come from click, which typer carries inside itself or as a package, by version.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             message = error.format_message()
+            if type(error).__name__ == "NoArgsIsHelpError":
+                # A group without a command: its message is the help.
+                print(message, file=sys.stderr)
+                return error.exit_code
             return _fail(message, error.exit_code) if message else error.exit_code
         raise
 

@@ -65,12 +65,12 @@ def attention(
 
     shapes = _shapes.shapes(
         [crops], "triangle_attention", heads=heads, head_dim=head_dim, rows=rows, batch=batch, dtype=dtype,
-        bias_dtype=bias_dtype, mask=mask,
+        bias_dtype=bias_dtype, mask=mask, argument="--crops",
     )  # fmt: skip
     settings = BenchSettings(
         impls=words(impls) if impls else None, layout=layout, rounds=rounds, samples=samples
     )
-    record = bench_attention(shapes, words(passes), settings, device, command_line(), None if json else say)
+    record = bench_attention(shapes, words(passes, "--passes"), settings, device, command_line(), None if json else say)
     finish(record, out, json, _attention_table)
 
 

@@ -56,7 +56,7 @@ def search(
     settings = SearchSettings(share, budget, db, TuneOptions(workers=jobs, isolate=isolate))
     shapes = _shapes.shapes(
         [crops], op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
-        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
+        weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask, argument="--crops",
     )  # fmt: skip
     planned = cells.plan(shapes, direction or None)
     if not planned.cells:

@@ -10,6 +10,7 @@ from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_table, say
 from tpf_jit.cli._shapes import Batch, Channels, Dtype, Hidden, WeightDtype, words
 from tpf_jit.cli.bench import Crops, Device, Impls, Out, Passes, Rounds, Samples, command_line, finish
+from tpf_jit.errors import InvalidInput
 
 Direction = Annotated[
     str | None,
@@ -45,10 +46,13 @@ def trimul(
 
     shapes = _shapes.shapes(
         [crops], "triangle_multiplication", {"direction": "outgoing"}, channels=channels, hidden=hidden, direction=direction,
-        batch=batch, dtype=dtype, weight_dtype=weight_dtype, mask=mask,
+        batch=batch, dtype=dtype, weight_dtype=weight_dtype, mask=mask, argument="--crops",
     )  # fmt: skip
+    if replay and device == "cpu":
+        raise InvalidInput("--replay times CUDA graphs and needs a CUDA device; with --device cpu leave it out")
     settings = RoundSettings(words(impls) if impls else None, rounds, samples, replay=replay)
-    record = bench_multiplication(shapes, words(passes), settings, device, command_line(), None if json else say, autocast)
+    names, telling = words(passes, "--passes"), None if json else say
+    record = bench_multiplication(shapes, names, settings, device, command_line(), telling, autocast)
     finish(record, out, json, _table)
 
 
@@ -62,6 +66,8 @@ def _table(record: dict[str, Any]) -> None:
         rows.append((problem, row["pass"], row["impl"], *times, row.get("peak_mib"), *errors, _configuration(row)))
     absent = "; ".join(f"{impl}: {why}" for impl, why in record["absent_peers"].items())
     title = f"triangle multiplicative update on {record['device']['name']}"
+    if "autocast" in record["method"]:
+        title += f", z in float32 under {record['method']['autocast']} autocast"
     print_table(title, columns, rows, f"not measured: {absent}" if absent else "")
 
 

@@ -93,6 +93,10 @@ def show(
     if not trials:
         # With nothing to show, a missing database is the news.
         _existing(db)
+        if not any(problem in trial.cell for _, rows in contents for trial in rows):
+            from tpf_jit.errors import DatabaseError
+
+            raise DatabaseError(f"no problem has {problem!r} in its name; `tpf-jit db list` shows those that there are")
     trials.sort(key=lambda pair: (pair[1].cell, pair[1].median_us is None, pair[1].median_us or 0.0))
     shown = trials[:limit]
     if json:
@@ -136,6 +140,7 @@ def export(file: File, db: Database = None) -> None:
 @app.command("import")
 def import_(file: File, db: Database = None) -> None:
     """Add the rows of an exported file; rows that are there already are left alone."""
+    _check_export(file)
     with _open(db) as store:
         _report(store.import_(file))
 
@@ -143,8 +148,27 @@ def import_(file: File, db: Database = None) -> None:
 @app.command()
 def merge(file: File, db: Database = None) -> None:
     """Add the rows of another database file; merging is a union, so order and repetition do not matter."""
+    if file.suffix == ".jsonl":
+        _check_export(file)
     with _open(db) as store:
         _report(store.merge(file))
+
+
+def _check_export(file: Path) -> None:
+    """DatabaseError where the first line of a file is not even JSON; what is closer to an export is told line by line."""
+    import json
+
+    from tpf_jit.errors import DatabaseError
+
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"{}")
+    try:
+        json.loads(first)
+    except ValueError as error:
+        wanted = "JSON lines that `tpf-jit db export FILE` wrote; `tpf-jit db merge FILE` takes databases"
+        raise DatabaseError(f"{file} is no export: it should hold {wanted}") from error
 
 
 def _report(result: Any) -> None:

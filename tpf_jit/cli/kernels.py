@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +15,8 @@ from tpf_jit.cli import _shapes
 from tpf_jit.cli._output import Json, cell, print_json, print_table, say
 from tpf_jit.cli._shapes import Batch, BiasDtype, Channels, Dtype, HeadDim, Heads, Hidden, Mask, Op, Rows, Targets, WeightDtype
 
+WATCH_S = 0.2
+"""Seconds between two looks at how far a compile is."""
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compile processes; by the number of cores if left out.")]
 
 
@@ -43,6 +49,7 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of the targets into the object cache, with or without a GPU, and show their resources."""
     import tpf_jit
+    from tpf_jit import api
     from tpf_jit.errors import TpfError
     from tpf_jit.kernels import default_store
 
@@ -50,7 +57,9 @@ def compile_kernels(
         targets, op, heads=heads, head_dim=head_dim, rows=rows, bias_dtype=bias_dtype, channels=channels, hidden=hidden,
         weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
     )  # fmt: skip
-    compiled = tpf_jit.compile(shapes, arch, template, _config(config), residual, jobs, training)
+    how = (arch, template, _config(config), residual)
+    with _progress(() if json else {kernel.spec for kernel in api.chosen_kernels(shapes, *how, training)}):
+        compiled = tpf_jit.compile(shapes, *how, jobs, training)
     if training:
         _say_what_pytorch_trains(shapes)
     # Several problems usually share one kernel.
@@ -64,6 +73,49 @@ def compile_kernels(
         print_table("compiled kernels", columns, [_kernel_row(kernels) for kernels in serves.values()])
     if not all(default_store().keeps(spec) for spec in serves):
         raise TpfError("kernels were compiled but could not be kept; the warnings above say why")
+
+
+@contextmanager
+def _progress(specs: Iterable[Any]) -> Iterator[None]:
+    """Around a compile: say how many of these kernels the object cache lacks, and count them on a terminal."""
+    from tpf_jit.kernels import default_store
+
+    store = default_store()
+    missing = [spec for spec in specs if store.get(spec) is None]
+    if missing:
+        say(f"compiling {len(missing)} kernel{'s' if len(missing) > 1 else ''}")
+    if not missing or not _on_terminal():
+        yield
+        return
+    from tpf_jit.tune.report import Progress
+
+    with Progress("compiled", len(missing)) as bar:
+        ended = threading.Event()
+        watch = threading.Thread(target=_watch, args=(store, missing, bar, ended), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watch.join()
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _watch(store: Any, missing: list[Any], bar: Any, ended: threading.Event) -> None:
+    """Tell the bar how many kernels have come into the cache, until the compile has ended, and then once more."""
+    from tpf_jit.errors import TpfError
+
+    total, last = len(missing), False
+    while not last:
+        last = ended.wait(WATCH_S)
+        try:
+            missing = [spec for spec in missing if store.get(spec) is None]
+        except (OSError, TpfError):
+            return  # the compile itself meets the same, and raises it
+        bar.update(total - len(missing), "")
 
 
 def _say_what_pytorch_trains(shapes: list[Any]) -> None:
