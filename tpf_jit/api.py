@@ -220,9 +220,7 @@ def warmup(problem: Any, residual: bool = False, workers: int | None = None, tra
         for op in dict.fromkeys(shape.op for shape in shapes):
             routing.warn_once(here.reason, op)
         return []
-    chosen = [kernel for shape in shapes for kernel in _choose(shape, here.arch, None, None, residual)]
-    if training:
-        chosen += [kernel for shape in shapes for kernel in _of_training(shape)]
+    chosen = chosen_kernels(shapes, here.arch, None, None, residual, training)
     if torch.cuda.is_current_stream_capturing():
         raise ColdKernelInCapture("warmup launches kernels, and the current stream is being captured; call it before capturing")
     _build({kernel.spec for kernel in chosen if not kernel.is_loaded}, workers)
