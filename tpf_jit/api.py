@@ -131,7 +131,7 @@ def explain(
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     several = isinstance(shape, TriangleMultiplicationShape)
-    refusal = multiplication_routing.unsupported(shape) if several else routing.unsupported(shape, None)
+    refusal = inspection.refusal(shape, None)
     if reason and refusal and refusal not in reason:  # the machine at hand, and the kernels of any
         reason = f"{reason}; besides, {refusal}"
     in_pytorch = None if k is None else launch.repeats_in_training(*shadows(q, k, v, bias)[::3])

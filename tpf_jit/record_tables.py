@@ -12,9 +12,9 @@ _MEASURED = ("ms", "ms_p10", "ms_p90", "peak_mib", "config", "config_from", "rel
 """Fields of a timed row that are results; all others say what was measured."""
 _SIZES = ("B", "I", "N", "H", "D", "C", "hidden", "crop")
 _COUNTED = (
-    *("cases", "not_finite", "not_zero", "rel_rms_mean", "rel_rms_max", "max_abs"),
-    *("bitwise_repeats", "bitwise_cases", "bitwise_equal"),
-)
+    "cases", "not_finite", "not_zero", "rel_rms_mean", "rel_rms_max", "max_abs",
+    "bitwise_repeats", "bitwise_cases", "bitwise_equal",
+)  # fmt: skip
 """Fields of a judged row that are results of one problem, of which a table shows the sum over all."""
 _SEARCHED = ("knowledge", "order", "failed", "trials", "found_us", "best_us", "ratio", "trials_to_2pct")
 """Fields of a replayed search that are none of its problem and size."""

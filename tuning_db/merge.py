@@ -77,16 +77,22 @@ def read_lines(path: str | os.PathLike[str], check: bool = True) -> Content:
         DatabaseError: naming the line: no such format, a newer version, a damaged or altered row. Nothing is returned then.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = Path(path).read_bytes()
+    except OSError as error:
         raise DatabaseError(f"{path} cannot be read: {error}") from error
     content = Content()
     header = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
+        except ValueError as error:
+            if header:
+                raise DatabaseError(f"{path}, line {number}: {error}") from error
+            wanted = "JSON lines that `tpf-jit db export FILE` wrote; `tpf-jit db merge FILE` takes databases"
+            raise DatabaseError(f"{path} is no export: it should hold {wanted}") from error
+        try:
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
             if "format" in values:

@@ -140,7 +140,6 @@ def export(file: File, db: Database = None) -> None:
 @app.command("import")
 def import_(file: File, db: Database = None) -> None:
     """Add the rows of an exported file; rows that are there already are left alone."""
-    _check_export(file)
     with _open(db) as store:
         _report(store.import_(file))
 
@@ -148,27 +147,8 @@ def import_(file: File, db: Database = None) -> None:
 @app.command()
 def merge(file: File, db: Database = None) -> None:
     """Add the rows of another database file; merging is a union, so order and repetition do not matter."""
-    if file.suffix == ".jsonl":
-        _check_export(file)
     with _open(db) as store:
         _report(store.merge(file))
-
-
-def _check_export(file: Path) -> None:
-    """DatabaseError where the first line of a file is not even JSON; what is closer to an export is told line by line."""
-    import json
-
-    from tpf_jit.errors import DatabaseError
-
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"{}")
-    try:
-        json.loads(first)
-    except ValueError as error:
-        wanted = "JSON lines that `tpf-jit db export FILE` wrote; `tpf-jit db merge FILE` takes databases"
-        raise DatabaseError(f"{file} is no export: it should hold {wanted}") from error
 
 
 def _report(result: Any) -> None:

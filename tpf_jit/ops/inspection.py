@@ -46,9 +46,14 @@ def inspect(
         return multiplication_routing.inspect_call(q, mask, p_in_weight, others.get("direction", "outgoing"))
     if isinstance(q, Tensor):
         return plans.inspect_call(q, k, v, bias, mask)
-    if isinstance(q, TriangleMultiplicationShape):
-        return routing.hardware(device).reason or multiplication_routing.unsupported(q), q
-    return routing.hardware(device).reason or routing.unsupported(q, device), q
+    return routing.hardware(device).reason or refusal(q, device), q
+
+
+def refusal(shape: Any, device: torch.device | None) -> str | None:
+    """Why no registered template for a device serves a shape; None if one does."""
+    if isinstance(shape, TriangleMultiplicationShape):
+        return multiplication_routing.unsupported(shape)
+    return routing.unsupported(shape, device)
 
 
 def taken(q: Any) -> str:
