@@ -167,7 +167,8 @@ def compile(
 
     Returns:
         One `CompiledKernel` for a shape, otherwise a list in the order of the shapes; a triangle multiplication has several
-        (fold, front, contraction, back with and without a residual), which come as a list too. Nothing is loaded yet.
+        (fold, front, contraction, back with and without a residual, and centre, which makes a float32 z ready), which come as a
+        list too. Nothing is loaded yet.
 
     Raises:
         InvalidInput: no such preset, shape or configuration.
@@ -277,7 +278,8 @@ def _choose(shape: Any, arch: str, template: str | None, config: Any, residual: 
         if config is not None:
             raise InvalidInput.of("config", config, f"none without template=: {shape.op} has several kernels")
         stats = residual and multiplication_routing.backward_unsupported(shape) is None
-        return [_choose_one(shape, arch, *variant) for variant in multiplication_routing.usual_variants(shape, stats)]
+        wanted = *multiplication_routing.usual_variants(shape, stats), (multiplication_routing.CENTRE, ())
+        return [_choose_one(shape, arch, *variant) for variant in wanted]
     if template:
         kernels.check_operation(registry.get(template), shape.op)
     family = registry.get(template).family if template else f"{shape.op}/{'forward_training' if residual else 'forward'}"

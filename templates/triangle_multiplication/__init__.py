@@ -2,7 +2,7 @@
 
 Import-light: the registry reads `TEMPLATES` without torch and without the compiler. `layout`, `reference`, `inputs` and
 `workload` need torch, as do `workload_fold_front`, and the backward's `layout_backward`, `workload_backward`,
-`workload_gradients` and `workload_finish`.
+`workload_gradients`, `workload_finish` and `workload_centre`.
 """
 
 from tpf_jit.templates.triangle_multiplication.config import (
@@ -19,6 +19,7 @@ from tpf_jit.templates.triangle_multiplication.config_backward import (
     TriangleMultiplicationFrontBackward,
     TriangleMultiplicationFrontWeights,
 )
+from tpf_jit.templates.triangle_multiplication.config_centre import TriangleMultiplicationCentre
 from tpf_jit.templates.triangle_multiplication.config_finish import TriangleMultiplicationFinish
 from tpf_jit.templates.triangle_multiplication.config_gradients import TriangleMultiplicationFrontGradients
 from tpf_jit.templates.triangle_multiplication.config_rows import (
@@ -43,5 +44,6 @@ TEMPLATES = (
     TriangleMultiplicationFrontWeights,
     TriangleMultiplicationFrontGradients,
     TriangleMultiplicationFinish,
+    TriangleMultiplicationCentre,
 )
 """Of one family, the first that serves a problem is chosen where nothing is tuned."""

@@ -25,6 +25,13 @@ class _Rows:
     def registers(self, config: Any) -> tuple[int, int]:
         return register_split(config)
 
+    @staticmethod
+    def unshareable(config: Any, stages: int) -> str | None:
+        """Why warpgroups cannot share tiles as they would; stages: of each warpgroup's own."""
+        if config.shared and (stages > 1 or config.shared > config.consumer_warpgroups):
+            return f"{config.shared} shared tiles are for as many warpgroups at least, which then have none of their own"
+        return None
+
 
 @dataclass(frozen=True)
 class FrontRowsConfig:
@@ -44,6 +51,8 @@ class FrontRowsConfig:
     """CTAs that share an SM."""
     parts: int = 1
     """CTAs that share the weights' rows: each has some of them, and all tiles of z pass by all."""
+    shared: int = 0
+    """Tiles in shared memory for all warpgroups together; 0: each has its own."""
 
     @property
     def piece(self) -> int:
@@ -57,6 +66,7 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
     name = "triangle_multiplication_front_rows_sm90"
     Config = FrontRowsConfig
     parts: Container[int] = (1, 2, 4, 8)
+    shared: Container[int] = (0, 1, 2)
 
     def registers_needed(self, shape: Any, config: FrontRowsConfig) -> int:
         """z as an operand (C/4), values and gates of the blocks under way (tile_h/2 each), and 48 for the rest."""
@@ -64,16 +74,18 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
 
     def shared_bytes(self, shape: Any, config: FrontRowsConfig) -> int:
         weights, warpgroups = 8 * shape.hidden * (shape.channels + 16) // config.parts, config.consumer_warpgroups
-        tiles = warpgroups * (config.z_stages * 128 * shape.channels + config.out_stages * 128 * config.piece)
-        return 2048 + weights + tiles
+        tiles = (config.shared or warpgroups * config.z_stages) * 128 * shape.channels
+        return 2048 + weights + tiles + warpgroups * config.out_stages * 128 * config.piece
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_h": (16, 32, 64), "consumer_warpgroups": (1, 2, 3, 4), "z_stages": (1, 2), "out_stages": (2, 4),
-            "sets": (1, 2), "ctas_per_sm": (1,), "parts": self.parts,
+            "sets": (1, 2), "ctas_per_sm": (1,), "parts": self.parts, "shared": self.shared,
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: FrontRowsConfig) -> str | None:
+        if reason := self.unshareable(config, config.z_stages):
+            return reason
         rows, whose = 2 * shape.hidden // config.parts, f"rows of each of {config.parts} parts of the weights"
         if 2 * shape.hidden % (config.parts * config.tile_h):
             return f"tile_h={config.tile_h} does not divide the {rows} {whose}"
@@ -88,10 +100,11 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
             config
             for warpgroups in (2, 3, 4)
             for tile_h in (32, 64)
-            for z in (2, 1)
+            for z, shared in ((2, 0), (1, 0), (1, 2), (1, 1))
             for sets in (2, 1)
             for parts in fit[:1]
-            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, 2, sets, parts=parts)) is None
+            if not shared or (parts > 1 and warpgroups > 2)
+            if self.check(shape, config := FrontRowsConfig(tile_h, warpgroups, z, 2, sets, parts=parts, shared=shared)) is None
         ]
 
     def default(self, shape: Any) -> FrontRowsConfig:
@@ -99,7 +112,7 @@ class TriangleMultiplicationFrontRows(_Rows, TriangleMultiplicationFront):
         weights are in parts; always legal."""
 
         def rank(c: FrontRowsConfig) -> tuple:
-            return c.consumer_warpgroups, c.sets if c.parts > 1 else -c.sets, c.tile_h, c.z_stages, c.out_stages
+            return -c.shared, c.consumer_warpgroups, c.sets if c.parts > 1 else -c.sets, c.tile_h, c.z_stages, c.out_stages
 
         return max(self.space(shape), key=rank)
 
@@ -119,7 +132,7 @@ class TriangleMultiplicationFoldFront(TriangleMultiplicationFrontRows):
 
     name = "triangle_multiplication_fold_front_sm90"
     direction = "fold_front"
-    parts = (1,)
+    parts, shared = (1,), (0,)
     optional = True
     """Where it does not serve, fold and front do its work."""
 
@@ -167,6 +180,10 @@ class BackRowsConfig:
     """Blocks whose products are under way or being gated."""
     ctas_per_sm: int = 1
     """CTAs that share an SM."""
+    parts: int = 1
+    """CTAs that share the weights' rows: each has some of them, and all tiles pass by all."""
+    shared: int = 0
+    """Tiles of z and of x in shared memory for all warpgroups together; 0: each has its own."""
 
 
 class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
@@ -181,34 +198,45 @@ class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
 
     def shared_bytes(self, shape: Any, config: BackRowsConfig) -> int:
         width, warpgroups = shape.channels + shape.hidden, config.consumer_warpgroups
-        tiles = warpgroups * (config.stages * 128 * width + config.out_stages * 128 * config.tile_c)
-        return 3072 + 2 * shape.channels * width + tiles + 64 * shape.channels
+        tiles = (config.shared or warpgroups * config.stages) * 128 * width
+        weights = (2 * width + 64) * shape.channels // config.parts
+        return 3072 + weights + tiles + warpgroups * config.out_stages * 128 * config.tile_c
 
     def choices(self) -> Mapping[str, Container[int]]:
         return {
             "tile_c": (16, 32, 64), "consumer_warpgroups": (1, 2, 3), "stages": (1, 2), "out_stages": (2, 4), "sets": (1, 2),
-            "ctas_per_sm": (1,),
+            "ctas_per_sm": (1,), "parts": (1, 2), "shared": (0, 1, 2),
         }  # fmt: skip
 
     def indivisible(self, shape: Any, config: BackRowsConfig) -> str | None:
-        if shape.channels % (config.out_stages * config.tile_c):  # buffers take turns across tiles
-            return f"{config.out_stages} blocks of tile_c={config.tile_c} do not divide the {shape.channels} channels"
+        if reason := self.unshareable(config, config.stages):
+            return reason
+        if shape.channels % (config.parts * config.out_stages * config.tile_c):  # buffers take turns across tiles
+            whose = f"the {shape.channels // config.parts} channels of each of {config.parts} parts"
+            return f"{config.out_stages} blocks of tile_c={config.tile_c} do not divide {whose}"
         return None
 
     def space(self, shape: Any) -> list[BackRowsConfig]:
-        return [
-            config
-            for warpgroups, tile_c in ((2, 32), (2, 64), (3, 32), (3, 64))
-            for stages in (2, 1)
-            for sets in (2, 1)
-            if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, 2, sets)) is None
-        ]
+        found: list[BackRowsConfig] = []
+        # Tiles are shared, and weights in parts, only where there is no other way: all must pass by every part.
+        for parts, shared in ((1, (0,)), (1, (2, 1)), (2, (2, 1))):
+            found = found or [
+                config
+                for warpgroups, tile_c in ((2, 32), (2, 64), (3, 32), (3, 64))
+                for stages in (2, 1)
+                for tiles in shared
+                for sets in (2, 1)
+                if self.check(shape, config := BackRowsConfig(tile_c, warpgroups, stages, 2, sets, 1, parts, tiles)) is None
+            ]
+        return found
 
     def default(self, shape: Any) -> BackRowsConfig:
-        """As many warpgroups as fit, which was fastest on an H200, with the largest blocks, one under way; always legal."""
+        """Two warpgroups with the largest blocks, one under way; three with small ones where operands are narrow. The fastest on
+        an H200 at C = D = 128, and at 64; always legal."""
+        wanted = 3 if shape.channels + shape.hidden <= 128 else 2
 
         def rank(c: BackRowsConfig) -> tuple:
-            return c.consumer_warpgroups, -c.sets, c.tile_c, -c.stages
+            return c.consumer_warpgroups == wanted, c.tile_c if wanted == 2 else -c.tile_c, -c.sets, -c.stages, -c.shared
 
         return max(self.space(shape), key=rank)
 

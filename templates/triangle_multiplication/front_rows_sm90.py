@@ -7,15 +7,17 @@ of the LayerNorm come from the same registers, and warpgroups need nothing of ea
 shared memory.
 
 Where the weights are in parts, CTAs beside each other have one each, take the same tiles, and compute rows of their own; the
-first keeps the statistics.
+first keeps the statistics. Where they leave no room for a tile of every warpgroup, warpgroups share one or two buffers, which
+are free as soon as a tile is in registers.
 
 With two sets of accumulators, the products of one block of tile_h rows of the weights run while the gates of the one before are
 computed; with one, other warpgroups' do.
 
-Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, and the first the weights, once.
+Warp roles: of warpgroup 0, one warp for each of the W consumer warpgroups fetches its tiles, or the first all that are shared;
+the first fetches the weights, once.
 """
 
-import cuda.bindings.driver as cuda  # noqa: I001 - sorted, its measurements would count as stale
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -44,6 +46,7 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     decode,
     fill_more,
     follow,
+    load_shared_tiles,
     load_tiles,
     more_of_pairs,
     operand_b,
@@ -51,8 +54,9 @@ from tpf_jit.templates.triangle_multiplication.pieces_sm90 import (
     part_of_cta,
     prefetch,
     project_with_more,
-    rounds,
     quick_sigmoid,
+    rounds,
+    shared_buffer,
     start_rings,
     store_rounded,
     tile_of_turn,
@@ -72,6 +76,7 @@ class TriangleMultiplicationFrontRowsSm90:
         self.tile_h, self.warpgroups = config.tile_h, config.consumer_warpgroups
         self.z_stages, self.out_stages, self.sets = config.z_stages, config.out_stages, config.sets
         self.parts, self.own, self.piece = config.parts, self.rows // config.parts, config.piece
+        self.shared = config.shared
         self.blocks = self.own // self.tile_h
         self.producer_registers, self.consumer_registers = registers
         self.threads = 128 * (self.warpgroups + 1)
@@ -83,7 +88,9 @@ class TriangleMultiplicationFrontRowsSm90:
         self.mma = launch.warpgroup_mma(self.dtype, 2 * h, REGISTERS)
         # Of these two only the fragment is used.
         self.mma_read, self.mma_stored = (launch.warpgroup_mma(self.dtype, columns) for columns in (READ_COLUMNS, self.piece))
-        self.z_layout = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, h, self.channels), self.dtype, self.z_stages * self.warpgroups)
+        self.z_layout = sm90.make_smem_layout_a(
+            ROW_MAJOR, (ROWS, h, self.channels), self.dtype, self.shared or self.z_stages * self.warpgroups
+        )
         # A block of weights is the rows of the values, then those of the gates; bulk copies fill both halves.
         self.chunk = launch.chunk_of(self.channels)
         self.chunks = self.channels // self.chunk
@@ -150,7 +157,7 @@ class TriangleMultiplicationFrontRowsSm90:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load_weights(pipe_w, loads, sHalves)
-            if warp_idx < self.warpgroups:
+            if warp_idx < (1 if self.shared else self.warpgroups):
                 self.load(ring, loads[0], sZ, sizes, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -159,9 +166,13 @@ class TriangleMultiplicationFrontRowsSm90:
     # ---- device: producers --------------------------------------------------------------------------------------
     @cute.jit
     def load(self, ring, load_z, sZ, sizes, wg: Int32):
-        """The tiles of one warpgroup."""
-        copies = (tiles_by(load_z, sZ, (ROWS, self.channels), (None, 0, None, None)),)
-        load_tiles(ring, copies, sizes, wg, self.warpgroups, self.z_stages, tile_bytes(self.z_layout, self.dtype), self.parts)
+        """The tiles of one warpgroup, or all that are shared."""
+        of_z = tiles_by(load_z, sZ, (ROWS, self.channels), (None, 0, None, None))
+        bytes_of_z = tile_bytes(self.z_layout, self.dtype)
+        if const_expr(self.shared):
+            load_shared_tiles(((ring, of_z, bytes_of_z),), sizes, self.warpgroups, self.shared, self.parts)
+        else:
+            load_tiles(ring, (of_z,), sizes, wg, self.warpgroups, self.z_stages, bytes_of_z, self.parts)
 
     @cute.jit
     def load_weights(self, pipe_w, loads, sHalves):
@@ -196,7 +207,8 @@ class TriangleMultiplicationFrontRowsSm90:
             block, i, batch = decode(tile_of_turn(n, self.warpgroups, wg, self.parts), crop, blocks)
             place = wg * self.z_stages + state.index
             wait_stage(ring, place, state.phase)
-            frag = read_operand(sZ[None, None, place], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
+            buffer = shared_buffer(state.phase, wg, self.warpgroups, self.shared) if const_expr(self.shared) else place
+            frag = read_operand(sZ[None, None, buffer], self.mma_read, tidx, self.channels, READ_COLUMNS, False)
             release_stage(ring, place)
             state.advance()
             of_pair = self.pairs(frag, mMask, mStats, (batch, i, block), eps, crop, tidx)

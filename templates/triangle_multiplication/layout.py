@@ -8,6 +8,7 @@ of LN(z) = (z - mean) * rstd * w + b by W is
 so kernels multiply z and x as they lie in memory by folded weights W', and apply statistics and `terms` to the results or as
 columns more in the products (`pieces_sm90.MORE`).
 
+    centre(z, out, num_ctas)                    out = z - mean of z over its channels, for a float32 z
     fold(p_in, g_in, p_out, g_out, norm_in_w, norm_in_b, norm_out_w, norm_out_b, p_in_bias, g_in_bias, p_out_bias, g_out_bias,
          f_p_in, f_g_in, f_p_out, f_g_out, in_terms, out_terms, num_ctas)
         W', u and b' of p_in and g_in behind norm_in, p_out behind norm_out, g_out behind norm_in
@@ -26,6 +27,7 @@ columns more in the products (`pieces_sm90.MORE`).
     z, residual, out         (B, N, N, C) 16-bit of one dtype, unit stride on C, other strides positive multiples of 8 elements,
                              16-byte aligned base. residual may be None, and may be z. out may be z: back reads an element of z
                              and residual only in the task that writes it
+                             centre reads float32 of such strides and base; its out, which is z to all others, is contiguous
     mask                     None, or float32 (B, N, N) contiguous
     factors                  (B, 2, D, N, P) contiguous, z's dtype: a is factors[:, 0], b is factors[:, 1], channel-major, so that
                              the contraction is B * D matrix products. Columns from N on are zero: front writes them

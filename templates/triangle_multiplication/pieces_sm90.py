@@ -103,7 +103,7 @@ def part_of_cta(parts: int) -> Int32 | int:
     return 0 if parts == 1 else cute.arch.block_idx()[0] % parts
 
 
-def _turn(parts: int) -> tuple[Int32, Int32]:
+def turn_of_cta(parts: int) -> tuple[Int32, Int32]:
     """(place of this CTA among those that have its part, how many these are)."""
     place, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     return (place, ctas) if parts == 1 else (place // parts, ctas // parts)
@@ -112,14 +112,14 @@ def _turn(parts: int) -> tuple[Int32, Int32]:
 @cute.jit
 def rounds(tiles: Int32, warpgroups: cutlass.Constexpr, wg: Int32, parts: cutlass.Constexpr = 1):
     """Tiles of warpgroup wg of this CTA where CTAs, with each part of the weights, and their warpgroups take turns."""
-    place, ctas = _turn(parts)
+    place, ctas = turn_of_cta(parts)
     each = ctas * warpgroups
     return (tiles - place * warpgroups - wg + each - 1) // each
 
 
 def tile_of_turn(n: Int32, warpgroups: int, wg: Int32, parts: int = 1) -> Int32:
     """The tile that warpgroup wg of this CTA takes in its n-th turn, of `rounds`."""
-    place, ctas = _turn(parts)
+    place, ctas = turn_of_cta(parts)
     return (place + n * ctas) * warpgroups + wg
 
 
@@ -157,6 +157,32 @@ def load_tiles(ring, copies, sizes, wg: Int32, warpgroups: cutlass.Constexpr, st
         where = decode(tile_of_turn(n, warpgroups, wg, parts), crop, blocks)
         state = load_stage(ring, state, copies, where, wg, stages, stage_bytes)
     drain_ring(ring, wg, state, stages)
+
+
+@cute.jit
+def load_shared_tiles(loads, sizes, warpgroups: cutlass.Constexpr, buffers: cutlass.Constexpr, parts: cutlass.Constexpr = 1):
+    """By one warp: the tiles of all warpgroups in the order of their turns, into one or two buffers that they share. loads: (ring
+    with a stage for each warpgroup, `tiles_by` (block, i, batch), bytes of a tile) for each operand; a warpgroup's barriers are
+    its own, as nobody may miss two phases of one."""
+    crop, blocks, tiles = sizes
+    for n in cutlass.range(rounds(tiles, warpgroups, 0, parts), unroll=1):
+        for wg in cutlass.range_constexpr(warpgroups):
+            tile = tile_of_turn(n, warpgroups, wg, parts)
+            if tile < tiles:
+                block, i, batch = decode(tile, crop, blocks)
+                buffer = shared_buffer(n, wg, warpgroups, buffers)
+                # Whoever had the buffer before: in this turn, or in the one before, which for the first is not waited for.
+                before, turn = (wg - buffers) % warpgroups, n + (1 if wg < buffers else 0)
+                for (full, empty), (tma, target, source), tile_bytes in loads:
+                    cute.arch.mbarrier_wait(empty + before, turn % 2)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + wg, tile_bytes)
+                    cute.copy(tma, source[None, block, i, batch], target[None, buffer], tma_bar_ptr=full + wg)
+
+
+def shared_buffer(turn: Int32, wg: Int32 | int, warpgroups: int, buffers: int) -> Int32 | int:
+    """Which of one or two buffers that warpgroups share has the tile of a turn; of the turn, odd or even is enough."""
+    return 0 if buffers == 1 else (turn * warpgroups + wg) % buffers
 
 
 @cute.jit

@@ -121,6 +121,16 @@ def test_backward(name: str, channels: int, hidden: int) -> None:
     assert estimate.smem_bytes - 8192 <= resources["smem_bytes"] <= estimate.smem_bytes
 
 
+@pytest.mark.parametrize("channels", [32, 96, 128, 256, 512])
+def test_centre(channels: int) -> None:
+    """Reads 16 bytes at a time and keeps nothing in local memory; four CTAs of 256 threads share an SM up to 256 channels."""
+    template = get("triangle_multiplication_centre_sm90")
+    shape = TriangleMultiplicationShape(384, channels)
+    resources = compile_kernel(KernelSpec.make(template, shape, template.default(shape))).resources
+    assert resources["spill_bytes"] == 0 and resources["threads"] == 256
+    assert resources["registers"] <= (64 if channels <= 256 else 128)
+
+
 @pytest.mark.parametrize("hidden", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["none", "bool"])
 def test_front_gradients(hidden: int, mask: str) -> None:
@@ -151,27 +161,49 @@ def test_rows(name: str, channels: int, hidden: int) -> None:
     """Operands in registers, all blocks unrolled, no product serialised."""
     template = get(f"triangle_multiplication_{name}_sm90")
     shape = TriangleMultiplicationShape(384, channels, hidden, mask="bool")
-    if name == "back_rows" and (channels == 32 or channels > 128):
-        assert not template.supports(shape)[0]  # too few channels for two blocks, or too many for an SM
+    if name == "back_rows" and (channels == 32 or hidden == 512):
+        assert not template.supports(shape)[0]  # too few channels for two blocks, or too many for two SMs
         return
     config = template.default(shape)
     if name == "front_rows":
         products = 2 * hidden // config.parts // config.tile_h * (channels // 16 + 1)
     else:
-        products = channels // config.tile_c * (channels // 16 + hidden // 16 + 2)
+        products = channels // config.parts // config.tile_c * (channels // 16 + hidden // 16 + 2)
     assert resources_of(template, shape)["hgmma"] == products
     assert template.check(shape, template.default(shape)) is None
 
 
-def test_rows_need_all_weights_on_an_sm() -> None:
-    """Those of front may be on up to eight."""
-    wide, wider = (TriangleMultiplicationShape(384, channels, channels) for channels in (256, 512))
-    for name, shape in (("front_rows", wider), ("back_rows", wide), ("fold_front", TriangleMultiplicationShape(64, 256, 256))):
+def test_rows_need_all_weights_on_few_sms() -> None:
+    """Those of front may be on up to eight, those of back on two, where warpgroups share the tiles."""
+    wide, wider = (TriangleMultiplicationShape(64, channels, channels) for channels in (256, 512))
+    for name, shape in (("front_rows", wider), ("back_rows", wider), ("fold_front", wide)):
         supported, reason = get(f"triangle_multiplication_{name}_sm90").supports(shape)
         assert not supported and "do not fit" in reason
-    front = get("triangle_multiplication_front_rows_sm90")
-    found = {(c, d): front.default(TriangleMultiplicationShape(384, c, d)).parts for c, d in ((128, 128), (192, 192), (256, 256))}
-    assert list(found.values()) == [1, 2, 4], found
+    front, back = (get(f"triangle_multiplication_{name}_rows_sm90") for name in ("front", "back"))
+    shapes = [TriangleMultiplicationShape(384, *widths) for widths in ((128, 128), (192, 192), (256, 256))]
+    assert [front.default(shape).parts for shape in shapes] == [1, 2, 4]
+    assert [(c.parts, c.shared) for c in map(back.default, shapes)] == [(1, 0), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("name", ["front_rows", "back_rows"])
+@pytest.mark.parametrize("channels", [192, 256])
+def test_shared_tiles_compile(name: str, channels: int) -> None:
+    """No product is serialised, and what the estimate says of shared memory holds."""
+    template, shape = get(f"triangle_multiplication_{name}_sm90"), TriangleMultiplicationShape(384, channels, channels)
+    configs = [config for config in template.space(shape) if config.shared]
+    assert configs or (name, channels) == ("front_rows", 192)
+    for config in configs:
+        resources = compile_kernel(KernelSpec.make(template, shape, config)).resources
+        assert not [note for note in resources["ptxas_notes"] if "C75" in str(note)], (config, resources["ptxas_notes"])
+        assert resources["spill_bytes"] <= 64 and resources["smem_bytes"] <= template.shared_bytes(shape, config), config
+
+
+@pytest.mark.parametrize(
+    "fields, reason", [(dict(shared=1, z_stages=2), "none of their own"), (dict(shared=2, consumer_warpgroups=1), "as many")]
+)
+def test_shared_tiles_are_for_all_warpgroups(fields: dict, reason: str) -> None:
+    template, shape = get("triangle_multiplication_front_rows_sm90"), TriangleMultiplicationShape(384, 256, 256)
+    assert reason in template.check(shape, dataclasses.replace(template.default(shape), **fields))
 
 
 def test_splits_fill_the_gpu_and_depend_on_nothing_else() -> None:

@@ -29,6 +29,7 @@ from tpf_jit.templates.triangle_multiplication.workload_backward import (
     FrontBackwardWorkload,
     FrontWeightsWorkload,
 )
+from tpf_jit.templates.triangle_multiplication.workload_centre import CentreWorkload
 from tpf_jit.templates.triangle_multiplication.workload_finish import FinishWorkload
 from tpf_jit.templates.triangle_multiplication.workload_fold_front import FoldFrontWorkload
 from tpf_jit.templates.triangle_multiplication.workload_gradients import FrontGradientsWorkload
@@ -41,6 +42,7 @@ SHAPES = [
     dict(crop=33, channels=96, hidden=160), dict(crop=200, channels=256, direction="incoming"), dict(crop=7, channels=32),
     dict(crop=1), dict(crop=130, hidden=256, mask="float"), dict(crop=40, channels=512, hidden=512), dict(crop=769),
     dict(crop=66, hidden=64, direction="incoming", batch=2, mask="bool"), dict(crop=90, hidden=192),
+    dict(crop=140, channels=192, hidden=192, mask="bool"),
 ]  # fmt: skip
 shapes = pytest.mark.parametrize("fields", SHAPES, ids=lambda fields: "-".join(map(str, fields.values())))
 
@@ -229,6 +231,13 @@ def test_operator(fields: dict) -> None:
         if max(fields.get("channels", 128), fields.get("hidden", 128)) > 256:  # PyTorch does the backward, and says so
             warnings.filterwarnings("ignore", "the backward of", FallbackWarning)
         agree(OperatorWorkload(TriangleMultiplicationShape(**fields), DEVICE), tpf_jit.triangle_multiplication)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@shapes
+def test_centring(fields: dict, family: str) -> None:
+    shape = TriangleMultiplicationShape(**fields)
+    agree(CentreWorkload(shape, DEVICE, family=family), kernels.get_kernel("triangle_multiplication/centre", shape).function)
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])

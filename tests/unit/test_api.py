@@ -288,7 +288,7 @@ def test_compile_takes_presets_keys_and_files(tmp_path) -> None:
     compiled = [kernel.shape for kernel in api.compile("protenix")]
     assert list(dict.fromkeys(compiled)) == preset("protenix")
     of_multiplications = [shape for shape in compiled if isinstance(shape, TriangleMultiplicationShape)]
-    several = len(multiplication_routing.usual_variants(of_multiplications[0]))
+    several = len(multiplication_routing.usual_variants(of_multiplications[0])) + 1  # and centre
     assert len(of_multiplications) == several * len(set(of_multiplications))
     assert api.compile(SHAPE.key()).shape == SHAPE
     path = tmp_path / "mine.json"
@@ -326,7 +326,7 @@ def test_compile_with_residual_takes_the_statistics_of_a_multiplication() -> Non
         return [bool(dict(kernel.spec.variant).get("stats")) for kernel in compiled]
 
     usual, kept = (api.compile(TriangleMultiplicationShape(96), residual=flag) for flag in (False, True))
-    assert not any(stats(usual)) and stats(kept)[-2:] == [True, True], "back, with and without a residual"
+    assert not any(stats(usual)) and stats(kept)[-3:] == [True, True, False], "back, with and without a residual"
     wide = api.compile(TriangleMultiplicationShape(96, 512), residual=True)
     assert not any(stats(wide)), "its backward is PyTorch's"
     trained = api.compile(TriangleMultiplicationShape(96), residual=True, training=True)
@@ -477,9 +477,9 @@ def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, m
     monkeypatch.setattr(kernels, "function_of", function_of)
     warmed = api.warmup(TriangleMultiplicationShape(2048, 32, 64))
     assert [kernel.spec.template.removeprefix("triangle_multiplication_") for kernel in warmed] == [
-        "fold_sm90", "front_rows_sm90", "product_nt_sm90", "back_sm90", "back_sm90",
+        "fold_sm90", "front_rows_sm90", "product_nt_sm90", "back_sm90", "back_sm90", "centre_sm90",
     ]
-    assert len(seen) == 5 and [residual for *_, residual in seen[3:]] == [False, True]
+    assert len(seen) == 6 and [residual for *_, residual in seen[3:5]] == [False, True]
     assert all(max(shape) <= 64 for _, shape, _ in seen[1:])
     for family, flags, place in (
         (multiplication_routing.FOLD, multiplication_routing.fold_flags(True), 8),
@@ -487,7 +487,7 @@ def test_warmup_of_a_multiplication_is_small_and_covers_residuals(cuda_of_cpu, m
     ):
         api._launch_once(kernels.get_kernel(family, TriangleMultiplicationShape(64, 32), flags), torch.device("cpu"))
         assert last[0][place] is not None, "a bias; statistics of x"
-    assert len(api.compile(TriangleMultiplicationShape(384))) == 5
+    assert len(api.compile(TriangleMultiplicationShape(384))) == 6
     with pytest.raises(InvalidInput, match="config"):
         api.compile(TriangleMultiplicationShape(384), config={"tile_n": 64})
     one = api.compile(TriangleMultiplicationShape(384), template="triangle_multiplication_front_sm90", config={"tile_n": 96})
@@ -507,7 +507,7 @@ def test_a_training_step_of_a_multiplication(monkeypatch) -> None:
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: "too wide")
     assert api._of_training(shape) == []
     assert api.explain(shape).backward == "PyTorch: too wide" and "backward   PyTorch: too wide" in str(api.explain(shape))
-    assert len(api.compile(shape, training=True)) == 4
+    assert len(api.compile(shape, training=True)) == 5
     monkeypatch.setattr(multiplication_routing, "backward_unsupported", lambda shape: None)
     monkeypatch.setattr(kernels, "get_kernel", get_kernel)
     backward = ["back_backward", "back_weights", "product_nt", "product_nn", "front_gradients", "finish"]

@@ -158,7 +158,7 @@ def test_memory(monkeypatch, recompute: bool, gradients_of: bool, allowed: float
     monkeypatch.setattr(routing, "find_kernel", lambda family, *rest: routing.Launch(lambda *arguments: None, 132))
 
     def forward(keep: Keep, residual: torch.Tensor | None):
-        found = multiplication_launch.find(shape, x.weights, residual, keep.stats, x.z.device)
+        found = multiplication_launch.find(shape, x.z, x.weights, residual, keep.stats)
         return multiplication_launch.forward(found, x.z, None, x.weights, residual, 1e-5, keep)
 
     if not gradients_of:
@@ -167,7 +167,7 @@ def test_memory(monkeypatch, recompute: bool, gradients_of: bool, allowed: float
         _, saved = forward(keep, None)
         saved = saved._replace(x=None, factors=None) if recompute else saved
         take = multiplication_backward.steps(x.weights, ALL)
-        found = multiplication_backward.find(shape, take, (saved.x is not None,) * 2, x.z.device)
+        found = multiplication_backward.find(shape, x.z, take, (saved.x is not None,) * 2)
         arguments = (found, x.grad_out.to(BF16), x.z, None, x.weights, saved, 1e-5, ALL)
         peak = peak_of(lambda: multiplication_backward.backward(*arguments))
     assert allowed - 1.0 < peak / pair < allowed
@@ -273,6 +273,23 @@ def test_explain_and_is_supported_say_so() -> None:
         found = tpf_jit.explain(x.z, p_in_weight=weight)
     assert found.path == "kernel" and "from float32" in found.reason
     assert found.shape.endswith("/bfloat16/weight-float32/mask-none")
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_kernel_centres_where_there_is_one(kernels, missing: bool) -> None:
+    """Once forward and once backward, of any z; PyTorch where it cannot be had. A bf16 z asks for none."""
+    kernels.missing = {multiplication_routing.CENTRE} if missing else set()
+    x = leaves(wide_call())
+    out = autocast(x)
+    out.backward(x.grad_out.to(BF16))
+    assert kernels.ran.count(multiplication_routing.CENTRE) == (0 if missing else 2)
+    kernels.ran.clear()
+    with torch.no_grad():
+        turned = Inputs(x.z.detach().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0), None, x.weights, None)
+        assert torch.equal(autocast(turned), out)
+    kernels.asked.clear()
+    run(call(9))
+    assert multiplication_routing.CENTRE not in [family for family, _ in kernels.asked]
 
 
 def test_rounding_takes_no_more_than_one_tensor() -> None:

@@ -120,12 +120,12 @@ def test_the_algebra_is_exact(kernels, direction: str, keep: Keep, case: str) ->
     if case == "bare_norms":
         weights = weights._replace(norm_in_weight=None, norm_out_weight=None, norm_out_bias=None)
     shape = TriangleMultiplicationShape(11, 32, 64, direction, 2, mask="float" if case == "mask" else "none")
-    found = multiplication_launch.find(shape, weights, None, True, x.z.device)
+    found = multiplication_launch.find(shape, x.z, weights, None, True)
     out, saved = multiplication_launch.forward(found, x.z, x.mask, weights, None, 1e-5, keep)
     assert relative_rms(out, reference.multiplication(x.z, direction, x.mask, weights)) < 1e-12
     assert [t is not None for t in saved] == [*keep, *(keep.stats,) * 3]
     take = multiplication_backward.steps(weights, ALL)
-    found = multiplication_backward.find(shape, take, (keep.x, keep.factors), x.z.device)
+    found = multiplication_backward.find(shape, x.z, take, (keep.x, keep.factors))
     dz, *grads = multiplication_backward.backward(found, x.grad_out, x.z, x.mask, weights, saved, 1e-5, ALL)
     ref, refs = reference.multiplication_backward(x.grad_out, x.z, direction, x.mask, weights)
     assert relative_rms(dz, ref) < 1e-12
@@ -169,11 +169,11 @@ def test_autocast_is_left_only_where_it_is_on(kernels, monkeypatch) -> None:
 def kernels_and_saved(x: Inputs) -> tuple[multiplication_backward.Kernels, Saved]:
     """The kernels of a backward of everything, and what a forward leaves for it."""
     shape = multiplication_routing.kernel_shape(x.z, x.mask, x.weights.p_in_weight, "outgoing", BF16)
-    forward = multiplication_launch.find(shape, x.weights, None, True, x.z.device)
+    forward = multiplication_launch.find(shape, x.z, x.weights, None, True)
     with torch.no_grad():
         _, saved = multiplication_launch.forward(forward, x.z, x.mask, x.weights, None, 1e-5, Keep(True, True, True))
     take = multiplication_backward.steps(x.weights, [True] * 13)
-    return multiplication_backward.find(shape, take, (True, True), x.z.device), saved
+    return multiplication_backward.find(shape, x.z, take, (True, True)), saved
 
 
 def test_gradients_that_are_not_wanted_are_empty_for_the_operator_alone(kernels) -> None:
@@ -182,7 +182,7 @@ def test_gradients_that_are_not_wanted_are_empty_for_the_operator_alone(kernels)
     needed = [True] + [False] * 12
     take = multiplication_backward.steps(x.weights, needed)
     shape = multiplication_routing.kernel_shape(x.z, x.mask, x.weights.p_in_weight, "outgoing", BF16)
-    found = multiplication_backward.find(shape, take, (True, True), x.z.device)
+    found = multiplication_backward.find(shape, x.z, take, (True, True))
     with torch.no_grad():
         plain = multiplication_backward.backward(found, x.grad_out, x.z, x.mask, x.weights, saved, 1e-5, needed)
         grads = ops._backward_op(x.grad_out, x.z, x.mask, *x.weights, saved.x, "outgoing", 1e-5, BF16, needed, *saved[1:])
@@ -243,11 +243,11 @@ def test_one_kernel_is_exact(kernels) -> None:
     """In float64, from what a forward saved or did not."""
     x = call(7, 128, 128, "incoming", 2, torch.float64, mask="float")
     shape = TriangleMultiplicationShape(7, 128, 128, "incoming", 2, mask="float")
-    found = multiplication_launch.find(shape, x.weights, None, True, x.z.device)
+    found = multiplication_launch.find(shape, x.z, x.weights, None, True)
     for keep in (Keep(True, True, True), Keep(False, False, True)):
         _, saved = multiplication_launch.forward(found, x.z, x.mask, x.weights, None, 1e-5, keep)
         take = multiplication_backward.steps(x.weights, ALL)
-        loaded = multiplication_backward.find(shape, take, (keep.x, keep.factors), x.z.device)
+        loaded = multiplication_backward.find(shape, x.z, take, (keep.x, keep.factors))
         assert loaded.front_gradients is not None and loaded.front_gradients.splits == kernels.splits
         assert loaded.front_backward is None and loaded.front_weights is None
         dz, *grads = multiplication_backward.backward(loaded, x.grad_out, x.z, x.mask, x.weights, saved, 1e-5, ALL)
@@ -358,11 +358,11 @@ def test_memory(machine, monkeypatch, channels: int) -> None:
     shape, take = TriangleMultiplicationShape(96, channels), multiplication_backward.steps(x.weights, ALL)
     keep = Keep(True, True, True)
     _, saved = multiplication_launch.forward(
-        multiplication_launch.find(shape, x.weights, None, True, x.z.device), x.z, None, x.weights, None, 1e-5, keep
+        multiplication_launch.find(shape, x.z, x.weights, None, True), x.z, None, x.weights, None, 1e-5, keep
     )
     pair, small = x.z.numel() * 2, 16 * sum(w.numel() * 4 for w in x.weights if w is not None)
     for kept, pairs in ((saved, 4), (saved._replace(x=None, factors=None), 6)):
-        found = multiplication_backward.find(shape, take, (kept.x is not None,) * 2, x.z.device)
+        found = multiplication_backward.find(shape, x.z, take, (kept.x is not None,) * 2)
         assert (found.front_gradients is not None) == (channels == 128)
         arguments = (found, x.grad_out, x.z, None, x.weights, kept, 1e-5, ALL)
         peak = peak_of(lambda arguments=arguments: multiplication_backward.backward(*arguments))

@@ -24,7 +24,7 @@ from torch import Tensor
 from tpf_jit.kernels import Flags
 from tpf_jit.ops import multiplication_routing, plans, routing
 from tpf_jit.ops.launch import on_device
-from tpf_jit.ops.multiplication_launch import Saved, kernel_input
+from tpf_jit.ops.multiplication_launch import Saved, find_centre, kernel_input
 from tpf_jit.shape import TriangleMultiplicationShape, dtype_name
 from tpf_jit.templates.triangle_multiplication import layout, layout_backward
 from tpf_jit.templates.triangle_multiplication.layout import Weights
@@ -77,12 +77,13 @@ class Kernels(NamedTuple):
     front_weights: routing.Launch | None
     front_gradients: routing.Launch | None
     finish: routing.Launch | None
+    centre: routing.Launch | None
 
 
 def variants(
     shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], together: bool = True
 ) -> tuple[tuple[str, Flags, bool], ...]:
-    """(family, flags, whether it runs) of the fields of `Kernels`.
+    """(family, flags, whether it runs) of the fields of `Kernels`, but the last.
 
     Args:
         take: the steps.
@@ -119,25 +120,25 @@ def all_variants(shape: TriangleMultiplicationShape, partial: bool = False) -> l
     return list(found)
 
 
-def find(shape: TriangleMultiplicationShape, take: Steps, saved: tuple[bool, bool], device: torch.device) -> Kernels | str:
-    """The kernels for some steps, loaded, or why there is none (but for finish, which PyTorch does as well); arguments as for
-    `variants`. Raises as `routing.find_kernel`; nothing has been launched then."""
+def find(shape: TriangleMultiplicationShape, z: Tensor, take: Steps, saved: tuple[bool, bool]) -> Kernels | str:
+    """The kernels for some steps, loaded, or why there is none (but for finish and centre, whose work PyTorch does as well);
+    arguments as for `variants`. Raises as `routing.find_kernel`; nothing has been launched then."""
     wanted, found, both = variants(shape, take, saved), [], None
     if (routing.FRONT_GRADIENTS, (), True) in wanted:
-        both = routing.find_kernel(routing.FRONT_GRADIENTS, shape, (), device)
+        both = routing.find_kernel(routing.FRONT_GRADIENTS, shape, (), z.device)
         if isinstance(both, str):  # the two that it stands for will do
             wanted, both = variants(shape, take, saved, together=False), None
     for family, flags, runs in wanted:
         if family == routing.FRONT_GRADIENTS:
             found.append(both)
             continue
-        launch = routing.find_kernel(family, shape, flags, device) if runs else None
+        launch = routing.find_kernel(family, shape, flags, z.device) if runs else None
         if isinstance(launch, str):
             if family != multiplication_routing.FINISH:
                 return launch
             launch = None
         found.append(launch)
-    return Kernels(shape.direction == "outgoing", *found)
+    return Kernels(shape.direction == "outgoing", *found, find_centre(shape, z))
 
 
 def backward(
@@ -161,7 +162,7 @@ def backward(
     # Turning autocast off takes 2 us, and is of use only where it is on.
     plain = nullcontext() if plans.autocast_dtype(z) is None else torch.autocast(z.device.type, enabled=False)
     with on_device(z), plain:
-        like, z = z, kernel_input(z)
+        like, z = z, kernel_input(z, found.centre)
         folded = layout.folded_parts(weights, saved.matrices, saved.terms)
         masked = found.front is not None or found.back_backward is not None
         operands = layout.prepare(z, mask if masked else None, folded)

@@ -16,12 +16,13 @@ from tpf_jit.templates.triangle_multiplication.layout import Weights
 
 
 class Kernels(NamedTuple):
-    """The kernels of one update, loaded. fold: None where front folds as well."""
+    """The kernels of one update, loaded. fold: None where front folds as well; centre: where z is not float32."""
 
     fold: routing.Launch | None
     front: routing.Launch
     contraction: routing.Launch
     back: routing.Launch
+    centre: routing.Launch | None = None
 
 
 class Saved(NamedTuple):
@@ -53,8 +54,9 @@ class Keep(NamedTuple):
 NOTHING = Keep()
 
 
-def kernel_input(z: Tensor) -> Tensor:
-    """z as kernels take it: itself, or a float32 z (under bf16 autocast) less the mean of each pair, rounded to bfloat16.
+def kernel_input(z: Tensor, centre: routing.Launch | None = None) -> Tensor:
+    """z as kernels take it: itself, or a float32 z (under bf16 autocast) less the mean of each pair, rounded to bfloat16; by a
+    kernel of `multiplication_routing.CENTRE` where there is one.
 
     A LayerNorm does not see the mean, and neither do gradients; without it, rounding z costs what rounding LN(z) before its bias
     would. From one layout, so that equal values give equal bits.
@@ -62,11 +64,21 @@ def kernel_input(z: Tensor) -> Tensor:
     if z.dtype != torch.float32:
         return z
     z = layout.pair_operand(z)
-    return torch.sub(z, z.mean(-1, keepdim=True), out=torch.empty(z.shape, dtype=torch.bfloat16, device=z.device))
+    out = torch.empty(z.shape, dtype=torch.bfloat16, device=z.device)
+    if centre is None:
+        return torch.sub(z, z.mean(-1, keepdim=True), out=out)
+    centre.function(z, out, centre.num_ctas)
+    return out
+
+
+def find_centre(shape: TriangleMultiplicationShape, z: Tensor) -> routing.Launch | None:
+    """The kernel that makes a float32 z ready; None for any other z, or where PyTorch must. Raises as `routing.find_kernel`."""
+    found = routing.find_kernel(multiplication_routing.CENTRE, shape, (), z.device) if z.dtype == torch.float32 else None
+    return None if isinstance(found, str) else found
 
 
 def find(
-    shape: TriangleMultiplicationShape, weights: Weights, residual: Tensor | None, stats: bool, device: torch.device
+    shape: TriangleMultiplicationShape, z: Tensor, weights: Weights, residual: Tensor | None, stats: bool
 ) -> Kernels | str:
     """All kernels of a call, loaded, or why there is none. Raises as `routing.find_kernel`; nothing has been launched then."""
     of_fold = multiplication_routing.fold_flags(layout.has_biases(weights))
@@ -78,18 +90,21 @@ def find(
     def loaded(families: tuple[str, ...]) -> list[routing.Launch] | str:
         found = []
         for family in families:
-            launch = routing.find_kernel(family, problems.get(family, shape), flags.get(family, ()), device)
+            launch = routing.find_kernel(family, problems.get(family, shape), flags.get(family, ()), z.device)
             if isinstance(launch, str):
                 return launch
             found.append(launch)
         return found
 
-    found = loaded(multiplication_routing.families(shape))
+    wanted = multiplication_routing.families(shape)
+    found = loaded(wanted)
     if isinstance(found, str) and multiplication_routing.folds_in_front(shape):  # the two that one stands for will do
-        found = loaded(multiplication_routing.families(shape, together=False))
+        wanted = multiplication_routing.families(shape, together=False)
+        found = loaded(wanted)
     if isinstance(found, str):
         return found
-    return Kernels(*found) if len(found) == len(Kernels._fields) else Kernels(None, *found)
+    fold = [None] if multiplication_routing.FOLD_FRONT == wanted[0] else []
+    return Kernels(*fold, *found, find_centre(shape, z))
 
 
 def fold_shape(shape: TriangleMultiplicationShape, weights: Weights) -> TriangleMultiplicationShape:
@@ -117,7 +132,7 @@ def forward(
         out: where to write the update; z or another tensor of its shape and of the result's dtype.
     """
     with on_device(z):
-        given, z = z, kernel_input(z)
+        given, z = z, kernel_input(z, found.centre)
         outside = None if residual is None or residual.dtype == z.dtype else residual
         matrices, terms = layout.folded_empty(weights, z.dtype)
         folded = layout.folded_parts(weights, matrices, terms)

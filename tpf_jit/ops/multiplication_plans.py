@@ -107,10 +107,10 @@ def make(key: tuple, z: Tensor, mask: Tensor | None, weights: Weights, residual:
             return None
         take = multiplication_backward.steps(weights, needed)
         keep = Keep(not recompute, not recompute and take.through, True)
-    forward = multiplication_launch.find(shape, weights, residual, keep.stats, z.device)
+    forward = multiplication_launch.find(shape, z, weights, residual, keep.stats)
     backward = None
     if take is not None and not isinstance(forward, str):
-        backward = multiplication_backward.find(shape, take, (keep.x, keep.factors), z.device)
+        backward = multiplication_backward.find(shape, z, take, (keep.x, keep.factors))
     if isinstance(forward, str) or isinstance(backward, str):
         return None
     if len(_plans) >= _MAX_PLANS or _plans and next(iter(_plans.values())).generation != generation:

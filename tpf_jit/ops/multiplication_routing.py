@@ -25,6 +25,8 @@ BACK = "triangle_multiplication/back"
 FRONT_BACKWARD = "triangle_multiplication/front_backward"
 BACK_BACKWARD = "triangle_multiplication/back_backward"
 FINISH = "triangle_multiplication/finish"
+CENTRE = "triangle_multiplication/centre"
+"""Makes of a float32 z what the others take. Where it cannot be had, PyTorch does."""
 
 _GRADIENT_PRODUCTS = {"outgoing": ("nn", "tn"), "incoming": ("nt", "nn")}
 

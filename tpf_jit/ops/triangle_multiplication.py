@@ -187,10 +187,10 @@ def _find(
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
     if reason is None:
         keep, needed = _kept(weights, options), _options(*options)[2]
-        found = multiplication_launch.find(shape, weights, residual, keep.stats, z.device)
+        found = multiplication_launch.find(shape, z, weights, residual, keep.stats)
         if not isinstance(found, str):
             if needed is not None:
-                _find_backward(shape, weights, needed, (keep.x, keep.factors), z.device)
+                _find_backward(shape, z, weights, needed, (keep.x, keep.factors))
             return found
         reason = found
     routing.warn_once(reason, "triangle_multiplication")
@@ -198,11 +198,11 @@ def _find(
 
 
 def _find_backward(
-    shape: TriangleMultiplicationShape, weights: Weights, needed: list[bool], saved: tuple[bool, bool], device: torch.device
+    shape: TriangleMultiplicationShape, z: Tensor, weights: Weights, needed: list[bool], saved: tuple[bool, bool]
 ) -> multiplication_backward.Kernels | None:
     """The kernels of a backward, or None after a warning; `saved` says whether x and the factors are there."""
     take = multiplication_backward.steps(weights, needed)
-    found = multiplication_backward.find(shape, take, saved, device)
+    found = multiplication_backward.find(shape, z, take, saved)
     if not isinstance(found, str):
         return found
     routing.warn_once(found, _BACKWARD)
@@ -267,7 +267,7 @@ def _backward(grad_out, z, mask, *arguments):
     reason, shape = multiplication_routing.decide(z, mask, weights.p_in_weight, rule.direction, rule.dtype)
     if reason is None and all(t is not None for t in (saved.z_stats, saved.x_stats, saved.matrices, saved.terms)):
         there = (x is not None, saved.factors is not None)
-        found = _find_backward(shape, weights, output_mask, there, z.device)
+        found = _find_backward(shape, z, weights, output_mask, there)
         if found is not None:
             grads = multiplication_backward.backward(found, grad_out, z, mask, weights, saved, rule.eps, output_mask)
             return [z.new_empty(0) if grad is None else grad for grad in grads]  # an operator's results share no memory

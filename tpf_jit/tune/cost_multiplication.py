@@ -145,7 +145,7 @@ def front_rows(template: Any, shape: Any, config: Any) -> Round:
         l2=0,
         memory=2 * WARPGROUP * (channels // config.parts + rows),
         sets=config.sets,
-        powers=1.25,
+        powers=1.0,
     )
 
 
@@ -170,17 +170,18 @@ def back(template: Any, shape: Any, config: Any) -> Round:
 
 
 def back_rows(template: Any, shape: Any, config: Any) -> Round:
-    depth, steps = shape.channels + shape.hidden, shape.channels // config.tile_c
+    depth, channels = shape.channels + shape.hidden, shape.channels // config.parts
+    steps = channels // config.tile_c
     return Round(
-        count=math.ceil(tiles(shape) / (SMS * config.consumer_warpgroups)),
+        count=math.ceil(tiles(shape) / (SMS // config.parts * config.consumer_warpgroups)),
         warpgroups=config.consumer_warpgroups,
         mma=steps * product(WARPGROUP, config.tile_c, depth + 2 * MORE, True) + _to_registers(depth),
-        gates=WARPGROUP * shape.channels,
+        gates=WARPGROUP * channels,
         steps=steps,
         l2=0,
-        memory=2 * WARPGROUP * (depth + shape.channels),
+        memory=2 * WARPGROUP * (depth // config.parts + channels),
         sets=config.sets,
-        powers=1.25,
+        powers=1.0,
     )
 
 
