@@ -101,7 +101,7 @@ class TriangleMultiplicationBackRowsSm90:
             more_p: smem_area(self.dtype, self.more_layout)
             more_g: smem_area(self.dtype, self.more_layout)
             o: smem_area(self.dtype, self.o_layout)
-            bar_z: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]
+            bar_z: cute.struct.MemRange[Int64, 2 * self.stages * self.warpgroups]  # where warpgroups take turns
 
         return launch.fitting(Storage)
 

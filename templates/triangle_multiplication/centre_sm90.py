@@ -21,7 +21,6 @@ from tpf_jit.templates.triangle_multiplication.launch_sm90 import SymbolicProble
 from tpf_jit.templates.triangle_multiplication.pieces_sm90 import decode, follow
 
 ROWS = 4
-CTAS_PER_SM = 4
 
 
 class TriangleMultiplicationCentreSm90:
@@ -29,13 +28,17 @@ class TriangleMultiplicationCentreSm90:
 
     def __init__(self, variant: dict):
         self.channels = variant["channels"]
+        self.ctas_per_sm = 4 if self.channels <= 256 else 2  # by registers
 
     @cute.jit
     def __call__(self, mZ: cute.Tensor, mOut: cute.Tensor, num_ctas: Int32, stream: cuda.CUstream):
         crop = mZ.shape[1]
         pairs = mZ.shape[0] * crop * crop
-        ctas = cutlass.min(cute.ceil_div(pairs, WARPS * ROWS), CTAS_PER_SM * num_ctas)
-        self.kernel(mZ, mOut, crop, pairs).launch(grid=(ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True)
+        ctas = cutlass.min(cute.ceil_div(pairs, WARPS * ROWS), self.ctas_per_sm * num_ctas)
+        self.kernel(mZ, mOut, crop, pairs).launch(
+            grid=(ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=0,
+        )
 
     @cute.kernel
     def kernel(self, mZ: cute.Tensor, mOut: cute.Tensor, crop: Int32, pairs: Int32):

@@ -29,7 +29,8 @@ class TriangleMultiplicationCentre(_MultiplicationTemplate):
         return None
 
     def resources(self, shape: Any, config: CentreConfig) -> Resources:
-        return Resources(threads=256, smem_bytes=0, registers_per_consumer=64, ctas_per_sm=4)
+        few = shape.channels <= 256
+        return Resources(threads=256, smem_bytes=0, registers_per_consumer=64 if few else 128, ctas_per_sm=4 if few else 2)
 
     def space(self, shape: Any) -> list[CentreConfig]:
         return [CentreConfig()]

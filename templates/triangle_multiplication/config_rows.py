@@ -12,6 +12,9 @@ from tpf_jit.templates.base import Workload
 from tpf_jit.templates.triangle_attention.config import CTA_SHARED_BYTES, register_split
 from tpf_jit.templates.triangle_multiplication.config import TriangleMultiplicationBack, TriangleMultiplicationFront
 
+MOST_HIDDEN = 384
+"""Of a back with operands in registers: at 416 and more they spill, 40 to 364 bytes at 64 and 128 channels."""
+
 
 class _Rows:
     """What both add to the templates whose work they do."""
@@ -19,7 +22,8 @@ class _Rows:
     def supports(self, shape: Any) -> tuple[bool, str]:
         supported, reason = super().supports(shape)
         if supported and not self.space(shape):
-            return False, f"weights of {shape.channels} channels and {shape.hidden} hidden do not fit on an SM beside their tiles"
+            widths = f"{shape.channels} channels and {shape.hidden} hidden"
+            return False, f"weights and tiles of {widths} do not fit on an SM, nor in parts on a few"
         return supported, reason
 
     def registers(self, config: Any) -> tuple[int, int]:
@@ -29,7 +33,7 @@ class _Rows:
     def unshareable(config: Any, stages: int) -> str | None:
         """Why warpgroups cannot share tiles as they would; stages: of each warpgroup's own."""
         if config.shared and (stages > 1 or config.shared > config.consumer_warpgroups):
-            return f"{config.shared} shared tiles are for as many warpgroups at least, which then have none of their own"
+            return f"{config.shared} tiles in turn are for as many warpgroups at least, which then have none of their own"
         return None
 
 
@@ -52,7 +56,7 @@ class FrontRowsConfig:
     parts: int = 1
     """CTAs that share the weights' rows: each has some of them, and all tiles of z pass by all."""
     shared: int = 0
-    """Tiles in shared memory for all warpgroups together; 0: each has its own."""
+    """Tiles in shared memory, in which all warpgroups take turns; 0: each has its own."""
 
     @property
     def piece(self) -> int:
@@ -183,7 +187,7 @@ class BackRowsConfig:
     parts: int = 1
     """CTAs that share the weights' rows: each has some of them, and all tiles pass by all."""
     shared: int = 0
-    """Tiles of z and of x in shared memory for all warpgroups together; 0: each has its own."""
+    """Tiles of z and of x in shared memory, in which all warpgroups take turns; 0: each has its own."""
 
 
 class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
@@ -211,6 +215,8 @@ class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
     def indivisible(self, shape: Any, config: BackRowsConfig) -> str | None:
         if reason := self.unshareable(config, config.stages):
             return reason
+        if shape.hidden > MOST_HIDDEN:
+            return f"the operand in registers is for a hidden width up to {MOST_HIDDEN}, not {shape.hidden}"
         if shape.channels % (config.parts * config.out_stages * config.tile_c):  # buffers take turns across tiles
             whose = f"the {shape.channels // config.parts} channels of each of {config.parts} parts"
             return f"{config.out_stages} blocks of tile_c={config.tile_c} do not divide {whose}"
@@ -218,7 +224,7 @@ class TriangleMultiplicationBackRows(_Rows, TriangleMultiplicationBack):
 
     def space(self, shape: Any) -> list[BackRowsConfig]:
         found: list[BackRowsConfig] = []
-        # Tiles are shared, and weights in parts, only where there is no other way: all must pass by every part.
+        # Warpgroups take turns, and weights are in parts, only where there is no other way: all tiles pass by every part.
         for parts, shared in ((1, (0,)), (1, (2, 1)), (2, (2, 1))):
             found = found or [
                 config

@@ -25,8 +25,8 @@ columns more in the products (`pieces_sm90.MORE`).
         out = [residual +] sigmoid(proj_g(z)) * proj_p(x)
 
     z, residual, out         (B, N, N, C) 16-bit of one dtype, unit stride on C, other strides positive multiples of 8 elements,
-                             16-byte aligned base. residual may be None, and may be z. out may be z: back reads an element of z
-                             and residual only in the task that writes it
+                             16-byte aligned base. residual may be None, and may be z. out may be z where one CTA reads each tile
+                             (`parts` of back's configuration is 1): it reads an element only in the task that writes it
                              centre reads float32 of such strides and base; its out, which is z to all others, is contiguous
     mask                     None, or float32 (B, N, N) contiguous
     factors                  (B, 2, D, N, P) contiguous, z's dtype: a is factors[:, 0], b is factors[:, 1], channel-major, so that

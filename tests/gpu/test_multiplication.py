@@ -333,6 +333,20 @@ def test_in_place_and_residual(crop: int) -> None:
     assert torch.equal(z, want) and z._version > version
 
 
+def test_in_place_where_ctas_share_tiles() -> None:
+    """At 256 channels two CTAs read each tile; the noise keeps them from starting together."""
+    noise, side = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()
+    x = OperatorWorkload(TriangleMultiplicationShape(400, 256, 256), DEVICE, training=False).make_inputs(0)
+    want = tpf_jit.triangle_multiplication(x.z, "outgoing", x.mask, *x.weights, residual=x.z)
+    for _ in range(10):
+        z = x.z.clone()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                noise.add_(1)
+        assert tpf_jit.triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
+        assert torch.equal(z, want)
+
+
 def test_hundreds_of_launches_agree() -> None:
     """Short rings, where a missing fence shows, while a second stream keeps the memory busy."""
     noise, side = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import types
 import warnings
 import weakref
 from functools import partial
@@ -25,6 +26,7 @@ from tpf_jit.ops import triangle_multiplication as ops
 from tpf_jit.ops.multiplication_fallback import Rule
 from tpf_jit.ops.triangle_multiplication import triangle_multiplication
 from tpf_jit.shape import TriangleMultiplicationShape
+from tpf_jit.templates import registry
 from tpf_jit.templates.triangle_attention.workload import relative_rms
 from tpf_jit.templates.triangle_multiplication import reference
 from tpf_jit.templates.triangle_multiplication.inputs import FAMILIES, Inputs, make_inputs
@@ -681,6 +683,38 @@ def test_kernels_write_in_place_and_add_a_residual(kernels) -> None:
         z = make()
         assert triangle_multiplication(z, "outgoing", x.mask, *x.weights, residual=z, inplace=True) is z
         assert torch.equal(z, want)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_ctas_that_share_a_tile_do_not_write_over_it(kernels, monkeypatch, readers: int) -> None:
+    """Here the first of two parts is done before the second begins, as may be where CTAs of one tile drift apart."""
+
+    def back(*arguments) -> None:
+        z, out = arguments[0], arguments[7]
+        half, found = z.shape[-1] // 2, torch.empty_like(out)
+        for columns in (slice(0, half), slice(half, None)):
+            multiplication_emulation.back(*arguments[:7], found, *arguments[8:])
+            out[..., columns] = found[..., columns]
+
+    x = call()
+    want = run(Inputs(x.z, None, x.weights, None))
+    usual, z = kernels.find, x.z.clone()
+    monkeypatch.setattr(
+        routing, "find_kernel",
+        lambda family, *rest: routing.Launch(back, 132, readers=readers) if family.endswith("/back") else usual(family, *rest),
+    )  # fmt: skip
+    with torch.no_grad():
+        run(Inputs(z, None, x.weights, None), inplace=True)
+    assert torch.equal(z, want) == (readers == 2)  # with 1 it is told what is not so
+
+
+@pytest.mark.parametrize("channels, readers", [(128, 1), (256, 2)])
+def test_a_launch_says_how_many_ctas_read_a_tile(monkeypatch, channels: int, readers: int) -> None:
+    template = registry.get("triangle_multiplication_back_rows_sm90")
+    shape = TriangleMultiplicationShape(384, channels, channels)
+    found = types.SimpleNamespace(function=print, template=template, config=template.default(shape))
+    monkeypatch.setattr(routing.kernels, "get_kernel", lambda *asked: found)
+    assert routing.find_kernel(multiplication_routing.BACK, shape, (), torch.device("cpu")).readers == readers
 
 
 def test_autograd_notices_what_a_kernel_writes_in_place(kernels, monkeypatch) -> None:

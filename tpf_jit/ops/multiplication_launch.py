@@ -148,7 +148,8 @@ def forward(
         x = layout.contraction_empty(operands.z, weights.hidden)
         found.contraction.function(*factors.unbind(1), x, found.contraction.num_ctas)
         factors = factors if keep.factors else None
-        in_place = out is not None and out.dtype == z.dtype and layout.complies(out)
+        # Where CTAs share a tile of z, one must not write over what the other has not read yet.
+        in_place = out is not None and out.dtype == z.dtype and layout.complies(out) and found.back.readers == 1
         target = out if in_place else torch.empty(z.shape, dtype=z.dtype, device=z.device)
         if outside is not None:
             residual = None

@@ -44,13 +44,14 @@ class Hardware(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A loaded kernel, the grid it is launched with, for query-side backward kernels the slabs of the bias's gradient, and for
-    those that sum weights' gradients the parts in which they do."""
+    """A loaded kernel, the grid it is launched with, for query-side backward kernels the slabs of the bias's gradient, for those
+    that sum weights' gradients the parts in which they do, and how many CTAs read each tile of z."""
 
     function: Callable[..., None]
     num_ctas: int
     slabs: int = 1
     splits: int = 1
+    readers: int = 1
 
 
 def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None:
@@ -129,7 +130,7 @@ def find_kernel(family: str, shape: TriangleAttentionShape, flags: kernels.Flags
         return Launch(function, sms, slabs=kernel.template.slabs(shape, kernel.config, sms))
     if family in (FRONT_WEIGHTS, BACK_WEIGHTS, FRONT_GRADIENTS):
         return Launch(function, sms, splits=kernel.template.splits(shape, kernel.config, sms))
-    return Launch(function, sms)
+    return Launch(function, sms, readers=getattr(kernel.config, "parts", 1))
 
 
 def warn_once(reason: str, what: str = "triangle_attention") -> None:

@@ -5,7 +5,7 @@ W warpgroups of an SM take a tile each, and that round repeats until all tiles a
     products      for 64 rows by n columns and 16 of depth, 4096 FLOP a clock, or the shared memory that is read for them at 128
                   bytes a clock: n by 16 of one operand, and 64 by 16 of the other unless that is in registers
     gates         an exponential and a reciprocal an element, 16 a clock, where one reciprocal does not serve two elements or
-                  four; the arithmetic beside them (about 10 instructions, 128 a clock) takes less
+                  four, or one tanh does for both; the arithmetic beside them (about 10 instructions, 128 a clock) takes less
     traffic       what the round reads from L2 (weights that do not stay on the SM; operands of the product kernels, less where
                   CTAs of a cluster share them, and of the weight gradients), and what it moves to or from memory
     a warpgroup   its own products and gates, one after the other, and its waits: `STEP` for a step (products, then gates),
@@ -18,9 +18,9 @@ step instead of `STEP`, as a step also waits for the only buffer of results, and
 statistics is a further part.
 
 Rounds are whole and so are tiles: what pads a crop and what a last wave leaves empty costs as much as work. What is the same for
-all configurations (launch, fetching weights once) is left out. The constants below are fitted to what was measured on an H200 at
-64 and 128 channels and crops of 256 to 2048, those of the chip (`cost_sm90`) are not; tests check the ranking against
-measurements. The model is for ranking: its absolute times are no prediction.
+all configurations (launch, fetching weights once) is left out, and so is whether warpgroups take turns in a tile. The constants
+below are fitted to what was measured on an H200 at 64 and 128 channels and crops of 256 to 2048, those of the chip (`cost_sm90`)
+are not; tests check the ranking against measurements. The model is for ranking: its absolute times are no prediction.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Round:
         warpgroups: W.
         mma: clocks of a tile's products.
         gates: elements of a tile that are gated.
-        powers: exponentials and reciprocals for one.
+        powers: exponentials, reciprocals and tanhs for one.
         steps: of a tile.
         l2: bytes that the round reads from L2.
         memory: bytes to and from memory for a tile.
