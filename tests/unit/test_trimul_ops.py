@@ -401,6 +401,8 @@ def in_place_cases() -> dict:
         "gradients of weights": (plain.z, x.weights, torch.enable_grad()),
         "expanded": (plain.z[:, :1].expand_as(plain.z), plain.weights, torch.no_grad()),
         "dtype": (plain.z.float(), plain.weights, torch.autocast("cpu", dtype=BF16)),
+        "overlapping": (torch.randn(3000).to(BF16).as_strided(plain.z.shape, (64, 288, 32, 1)), plain.weights, torch.no_grad()),
+        "an axis of one between": (torch.stack([plain.z] * 4, 1)[:, None, :3], plain.weights, torch.no_grad()),
         "leading axes": (torch.stack([plain.z, plain.z], 2).permute(2, 0, 1, 3, 4)[:, :, :], plain.weights, torch.no_grad()),
     }
 
@@ -739,6 +741,34 @@ def test_autograd_notices_what_a_kernel_writes_in_place(kernels, monkeypatch) ->
     assert not torch.equal(z, x.z)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 2, 1, 1, 3), (1, 1, 6), (2, 3, 1)])
+def test_leading_axes_of_one_do_not_hide_a_copy(sizes: tuple[int, ...]) -> None:
+    x = call(batch=6)
+    want = run(x)
+    z = x.z.clone().view(*sizes, *x.z.shape[1:])
+    with torch.no_grad():
+        assert triangle_multiplication(z, "outgoing", None, *x.weights, inplace=True) is z
+    assert torch.equal(z.flatten(0, -4), want)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("what", ["mask", "residual of another owner", "weight"])
+def test_operands_in_the_memory_of_z(request, monkeypatch, what: str, with_kernels: bool) -> None:
+    if with_kernels:
+        request.getfixturevalue("kernels")
+    monkeypatch.setattr(fallback, "CPU_BUDGET_BYTES", 1)
+    x = call(batch=2, crop=17)
+    z = x.z.float() if what == "mask" and not with_kernels else x.z.clone()
+    make = {
+        "mask": lambda z: {"mask": z[:1, ..., 0]},
+        "residual of another owner": lambda z: {"residual": torch.from_dlpack(z).transpose(1, 2)},
+        "weight": lambda z: {"norm_in_weight": z[0, 0, 0]},
+    }[what]
+    want = triangle_multiplication(z, "outgoing", **{**x.weights._asdict(), **make(z.clone())})
+    assert triangle_multiplication(z, "outgoing", inplace=True, **{**x.weights._asdict(), **make(z)}) is z
+    assert torch.equal(z, want)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])

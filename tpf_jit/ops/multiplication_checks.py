@@ -109,12 +109,15 @@ def check_in_place(z: Tensor, result: torch.dtype, wanted: bool) -> None:
         raise InvalidInput.of("inplace", "True where gradients are wanted", "True under torch.no_grad() or inference_mode()")
     if result != z.dtype:
         raise InvalidInput.of("inplace", f"True for z of {z.dtype} and a result of {result}", f"a result of z's dtype, {z.dtype}")
-    if any(size > 1 and step == 0 for size, step in zip(z.shape, z.stride(), strict=True)):
-        raise InvalidInput.of("inplace", f"True for an expanded z, strides {z.stride()}", "a z whose elements are all its own")
-    for axis in range(z.dim() - CANONICAL_RANK):
-        if z.shape[axis] > 1 and z.stride(axis) != z.shape[axis + 1] * z.stride(axis + 1):
-            allowed = "leading axes that are one axis in memory"
-            raise InvalidInput.of("inplace", f"True for z of {_size(z)}, strides {z.stride()}", allowed)
+    axes = [(size, step) for size, step in zip(z.shape, z.stride(), strict=True) if size != 1]
+    extent, given = 1, f"True for z of {_size(z)}, strides {z.stride()}"
+    for size, step in sorted(axes, key=lambda axis: axis[1]):
+        if step < extent:
+            raise InvalidInput.of("inplace", given, "a z whose elements are all its own, with no axis inside another's step")
+        extent += (size - 1) * step
+    leading = [axis for axis in zip(z.shape[:-3], z.stride()[:-3], strict=True) if axis[0] != 1]
+    if any(step != size * inner for (_, step), (size, inner) in zip(leading, leading[1:], strict=False)):
+        raise InvalidInput.of("inplace", given, "leading axes that are one axis in memory")
 
 
 def canonical(z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

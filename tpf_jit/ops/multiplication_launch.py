@@ -183,11 +183,19 @@ def write_over(
         torch.autograd.graph.increment_version(z)
 
 
-def apart(residual: Tensor | None, z: Tensor) -> Tensor | None:
-    """A residual that can be read while z is written: of another view of it, parts would be overwritten before they are read."""
-    if residual is None or residual is z or not torch._C._is_alias_of(residual, z) or _is_same(residual, z):
-        return residual
-    return residual.clone()
+def apart(operand: Tensor | None, z: Tensor) -> Tensor | None:
+    """An operand that can be read while z is written: of another view of its memory, whoever owns it, parts would be overwritten
+    before they are read."""
+    if operand is None or operand is z or _is_same(operand, z):
+        return operand
+    (first, last), (start, end) = _extent(operand), _extent(z)
+    return operand.clone() if first < end and start < last else operand
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of that behind the last."""
+    elements = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + elements * x.element_size()
 
 
 def _is_same(x: Tensor, z: Tensor) -> bool:

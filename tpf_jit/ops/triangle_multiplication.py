@@ -246,7 +246,9 @@ def _inplace(z, mask, *arguments):
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
     found = _find(z, mask, weights, residual, rule)
     if found is None:
-        fallback.forward(z, mask, weights, multiplication_launch.apart(residual, z), rule, False, out=z)
+        weights = Weights(*(multiplication_launch.apart(w, z) for w in weights))  # which are read once for every batch element
+        mask, residual = (multiplication_launch.apart(x, z) for x in (mask, residual))
+        fallback.forward(z, mask, weights, residual, rule, False, out=z)
         return
     multiplication_launch.write_over(found, z, mask, weights, residual, rule.eps)
 
