@@ -131,16 +131,14 @@ def explain(
         name = "q" if p_in_weight is None else "z"
         return Explanation(f"{name} {tuple(q.shape)} {q.dtype} on {q.device}", "fallback", reason)
     several = isinstance(shape, TriangleMultiplicationShape)
-    refusal = inspection.refusal(shape, None)
-    if reason and refusal and refusal not in reason:  # the machine at hand, and the kernels of any
-        reason = f"{reason}; besides, {refusal}"
     in_pytorch = None if k is None else launch.repeats_in_training(*shadows(q, k, v, bias)[::3])
     try:
         family = multiplication_routing.contraction(shape.direction) if several else f"{shape.op}/forward"
         kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
-    passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch)
+    centred = several and isinstance(q, Tensor) and q.dtype == torch.float32
+    passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch, centred)
     return explain_kernel(kernel, "fallback" if reason else "kernel", reason or inspection.taken(q), passes)
 
 

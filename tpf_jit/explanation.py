@@ -84,13 +84,14 @@ class Passes(NamedTuple):
     backward: str | None = None
 
 
-def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = None) -> Passes:
+def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = None, centred: bool = False) -> Passes:
     """The kernels of the forward and of the backward of a call without residual, on this device or on one of the architecture.
 
     Args:
         shape: a problem of one of our operations; of others nothing is known.
         here: whether this device runs kernels.
         in_pytorch: why the backward is PyTorch's whatever kernels there are, None if nothing says so.
+        centred: whether z is float32, which a kernel makes ready first; the backward's does so again.
     """
 
     def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
@@ -107,8 +108,10 @@ def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = N
     if not isinstance(shape, TriangleMultiplicationShape):
         return Passes()
     reason = in_pytorch or multiplication_routing.backward_unsupported(shape)
-    backward = named(multiplication_backward.all_variants(shape)) if reason is None else f"PyTorch: {reason}"
-    return Passes(named(multiplication_routing.usual_variants(shape)[:-1]), None, backward)  # the last has a residual
+    first = ((multiplication_routing.CENTRE, ()),) if centred else ()
+    backward = named((*first, *multiplication_backward.all_variants(shape))) if reason is None else f"PyTorch: {reason}"
+    forward = named((*first, *multiplication_routing.usual_variants(shape)[:-1]))  # the last has a residual
+    return Passes(forward, None, backward)
 
 
 def _chosen(kernel: kernels.Kernel) -> str:

@@ -342,7 +342,10 @@ def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape | Triang
     Raises:
         InvalidInput: for an unknown name, a file that cannot be read, or an entry that is no shape.
     """
-    text = os.fspath(name)
+    try:
+        text = os.fspath(name)
+    except TypeError as error:
+        raise InvalidInput.of("preset", type(name).__name__, ", ".join(preset_names()) + ", or a path") from error
     if text in preset_names():
         content = (resources.files("tpf_jit") / "presets" / f"{text}.json").read_text(encoding="utf-8")
     elif text.endswith(".json") or os.sep in text:
@@ -354,16 +357,22 @@ def preset(name: str | os.PathLike[str]) -> list[TriangleAttentionShape | Triang
     else:
         raise InvalidInput.of("preset", repr(text), ", ".join(preset_names()) + ", or the path of a .json file")
     try:
-        entries = json.loads(content)["shapes"]
+        content = json.loads(content)
+        entries = content.get("shapes") if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError("it has no list of entries under shapes")
         return list(dict.fromkeys(shape for entry in entries for shape in _expand(entry)))
     except InvalidInput as error:
         raise InvalidInput(f"preset {text!r}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         allowed = '{"shapes": [{"crop": 384, ...}, ...]}'
         raise InvalidInput.of("preset", f"{text!r}, which is malformed ({error})", allowed) from error
 
 
 def _expand(entry: dict[str, Any]) -> list[Any]:
+    for name in {"crops", "directions"} & entry.keys():
+        if not isinstance(entry[name], list):
+            raise InvalidInput.of(name, repr(entry[name]), "a list")
     values = {name: value for name, value in entry.items() if name not in ("note", "crops", "directions", "op")}
     cls = SHAPES[_choice("op", entry.get("op", TriangleAttentionShape.op), tuple(SHAPES))]
     ways = [{"direction": way} for way in entry["directions"]] if "directions" in entry else [{}]

@@ -12,22 +12,51 @@ from contextlib import closing
 from pathlib import Path
 
 from tpf_jit.errors import TpfError
-from tpf_jit.tuning_db import schema
-from tpf_jit.tuning_db.reader import decode_trial, folder_problem, open_readonly, trial_query
+from tpf_jit.tuning_db import repair, schema
+from tpf_jit.tuning_db.reader import decode_trial, folder_problem, open_readonly, trial_query, warn_once
 from tpf_jit.tuning_db.rows import content_hash, device_model, split_cell
 
 _KEYED = {"device": "facts", "toolchain": "facts", "config": "fields"}
 
 
 def audit_file(path: Path) -> list[str]:
-    """All problems of a database file, which is only read: unlike `TuningStore`, this never sets a damaged file aside."""
+    """All problems of a database file, which is only read: unlike `TuningStore`, this never sets a damaged file aside.
+
+    An empty file has none, but a warning says so: it may not be the file that was meant.
+    """
     if wrong := folder_problem(path):
         return [f"{path} {wrong}"]
     try:
         with closing(open_readonly(path)) as connection:
+            if _empty(connection):
+                warn_once(str(path), f"tuning database {path} is empty; the next write makes it")
+                return []
             return audit(connection, path)
     except (sqlite3.Error, OSError) as error:
         return [f"{path}: {error}"]
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a file is an empty database, as one of no bytes is: the next write makes it. False where it cannot be read."""
+    try:
+        with closing(open_readonly(path)) as connection:
+            return _empty(connection)
+    except (sqlite3.Error, OSError):
+        return False
+
+
+def is_refused(path: Path) -> bool:
+    """Whether the next write refuses a file that is no sound database of ours, instead of setting it aside: it is of another
+    application or of a newer version, or is not named as databases are.
+    """
+    try:
+        with closing(open_readonly(path)) as connection:
+            schema.version(connection, path)
+    except TpfError:
+        return True
+    except sqlite3.Error as error:
+        return repair.is_damage(error) and not repair.replaceable(path)
+    return False
 
 
 def audit(connection: sqlite3.Connection, path: Path) -> list[str]:
@@ -35,7 +64,9 @@ def audit(connection: sqlite3.Connection, path: Path) -> list[str]:
     try:
         problems = [f"integrity: {found}" for (found,) in connection.execute("PRAGMA integrity_check(20)") if found != "ok"]
         version = schema.version(connection, path)
-    except (sqlite3.Error, TpfError) as error:
+    except TpfError as error:  # it names the file
+        return [str(error)]
+    except sqlite3.Error as error:
         return [f"{path}: {error}"]
     if version != schema.SCHEMA_VERSION:
         return [*problems, f"schema version {version} instead of {schema.SCHEMA_VERSION}"]
@@ -45,6 +76,11 @@ def audit(connection: sqlite3.Connection, path: Path) -> list[str]:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             problems.append(f"{part.__name__.strip('_')}: unreadable ({error})")
     return problems
+
+
+def _empty(connection: sqlite3.Connection) -> bool:
+    queries = ("SELECT count(*) FROM sqlite_master", "PRAGMA application_id", "PRAGMA user_version")
+    return not any(connection.execute(query).fetchone()[0] for query in queries)
 
 
 def _references(connection: sqlite3.Connection) -> Iterator[str]:

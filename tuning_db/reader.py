@@ -34,10 +34,11 @@ _EVIDENCE = """SELECT t.id, t.cell, t.model, t.template, c.fields, t.kernel_key,
 _TRIALS = """SELECT t.id, t.template, t.cell, c.fields, t.kernel_key, t.source_hash, t.cubin_sha256, d.facts, t.device_state,
     k.facts, t.protocol, t.samples_us, t.median_us, t.p10_us, t.p90_us, t.errors, t.status, t.detail, t.grade, t.date, t.session
     FROM trial t JOIN config c ON c.id = t.config JOIN device d ON d.id = t.device JOIN toolchain k ON k.id = t.toolchain"""
-_TRIAL_FIELDS = (
+TRIAL_FIELDS = (
     *("template", "cell", "config", "kernel_key", "source_hash", "cubin_sha256", "device", "device_state", "toolchain"),
     *("protocol", "samples_us", "median_us", "p10_us", "p90_us", "errors", "status", "detail", "grade", "date", "session"),
 )
+"""Columns of a stored trial after its id, in the order of the trial query. Config, device and toolchain are ids in the table."""
 _REFUTING = ", ".join(f"'{status}'" for status in REFUTING)
 
 _warned: set[tuple[str, str]] = set()
@@ -83,11 +84,20 @@ def user_database_path(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def folder_problem(path: Path) -> str | None:
-    """What is wrong with a folder in the place of the database, to follow its name; None for anything else."""
-    if not path.is_dir():
+    """What is wrong with a folder in the place of the database, or a file in that of its folder, to follow the database's name;
+    None for anything else."""
+    # os.path, unlike Path, does not raise where a folder may not be searched.
+    if os.path.isdir(path):
+        return f"is a folder; {_who_names(path)} a file"
+    folder = next((parent for parent in path.absolute().parents if os.path.exists(parent)), None)
+    if folder is None or os.path.isdir(folder):
         return None
+    return f"cannot exist, as {folder} is no folder; {_who_names(path)} a file in a folder"
+
+
+def _who_names(path: Path) -> str:
     named = os.environ.get("TPF_JIT_DB")
-    return f"is a folder; {'TPF_JIT_DB names' if named and path == user_database_path() else 'the tuning database is'} a file"
+    return "TPF_JIT_DB names" if named and path == user_database_path() else "the tuning database is"
 
 
 def load_winners(paths: Sequence[str | os.PathLike[str]] | None = None) -> dict[tuple[str, str, str], tuple[Winner, ...]]:
@@ -183,26 +193,32 @@ def _query(path: str | os.PathLike[str] | None, sql: str, values: Sequence[objec
         return []
 
 
-def open_readonly(path: Path, timeout: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
+def open_readonly(path: Path, timeout: float = BUSY_TIMEOUT_S, damaged: bool = False) -> sqlite3.Connection:
     """A connection that cannot write, also where the whole folder is read-only.
+
+    Args:
+        damaged: read what there is of a file that is shorter than it says, which SQLite refuses otherwise.
 
     Raises:
         sqlite3.Error: when the file is locked for longer than `timeout` (s), damaged, or cannot be opened.
     """
     address = path.absolute().as_uri()
     try:
-        return _connect(f"{address}?mode=ro", timeout)
+        return _connect(f"{address}?mode=ro", timeout, damaged)
     except sqlite3.OperationalError as error:
         if "unable to open" not in str(error) and "readonly" not in str(error):
             raise
     # SQLite wants to create the shared-memory file of a WAL database beside it; where that is forbidden only `immutable`
     # opens it, without the writes that wait in a WAL file.
-    return _connect(f"{address}?mode=ro&immutable=1", timeout)
+    return _connect(f"{address}?mode=ro&immutable=1", timeout, damaged)
 
 
-def _connect(address: str, timeout: float) -> sqlite3.Connection:
+def _connect(address: str, timeout: float, damaged: bool) -> sqlite3.Connection:
     connection = sqlite3.connect(address, uri=True, timeout=timeout, check_same_thread=False)
     try:
+        if damaged:
+            # With it SQLite takes the file's length for its page count; nothing can be written all the same.
+            connection.execute("PRAGMA writable_schema = ON")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except BaseException:
         connection.close()
@@ -232,7 +248,7 @@ def select_trials(
 
 def decode_trial(stored: Sequence, trusted: bool = False) -> TrialRow:
     """A row of the trial query (`trial_query`) as a `TrialRow`; `trusted` as for `select_trials`."""
-    values = dict(zip(_TRIAL_FIELDS, stored[1:], strict=True))
+    values = dict(zip(TRIAL_FIELDS, stored[1:], strict=True))
     for name in ("config", "device", "toolchain", "samples_us", "errors"):
         values[name] = json.loads(values[name])
     values["device"].update(json.loads(values.pop("device_state")))
@@ -306,5 +322,9 @@ def evidence(identity: str, row: TrialRow) -> Evidence:
 
 def _leave_out(path: object, error: Exception) -> str:
     problem = " ".join(str(error).split()) or type(error).__name__
+    # The warning names the file already.
+    for name, instead in ((f"{path}, ", ""), (f"{path} ", "it ")):
+        if problem.startswith(name):
+            problem = instead + problem.removeprefix(name)
     warn_once(str(path), f"tuning database {path} was left out: {problem}. `tpf-jit doctor` says how to mend it")
     return problem

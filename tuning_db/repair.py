@@ -10,18 +10,22 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tpf_jit.errors import DatabaseError, InvalidInput
-from tpf_jit.tuning_db.reader import decode_trial, open_readonly, trial_query
+from tpf_jit.tuning_db.reader import TRIAL_FIELDS, decode_trial, open_readonly
 from tpf_jit.tuning_db.rows import TrialRow
 
 MAGIC = b"SQLite format 3\x00"
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
 DEEP_CHECK_BYTES = 64 << 20
 """Files up to this size are checked page by page when they are opened for writing (some 0.1 s at that size)."""
+
+_REFERRED = {"config": "fields", "device": "facts", "toolchain": "facts"}
+_ROW_BYTES = 512
+"""Trials take more than this each, with their share of the indexes: a file has no room for more rows than its size over this."""
 
 _CODES = (11, 26)  # SQLITE_CORRUPT, SQLITE_NOTADB
 _MESSAGES = ("malformed", "not a database", "database corruption")
@@ -81,15 +85,19 @@ def _acquire(handle: int, folder: Path, exclusive: bool, timeout: float) -> None
             return
 
 
+def replaceable(path: Path) -> bool:
+    """Whether a damaged file may be set aside: it begins or is named as databases do, and not like something of the user's."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC or path.suffix in SUFFIXES
+
+
 def set_aside(path: Path) -> Path:
     """Rename a damaged database, with its journal; returns the new path. Hold the exclusive folder lock.
 
     Raises:
         DatabaseError: when the file was never one of ours, or cannot be renamed.
     """
-    with path.open("rb") as file:
-        genuine = file.read(len(MAGIC)) == MAGIC
-    if not genuine and path.suffix not in SUFFIXES:
+    if not replaceable(path):
         raise DatabaseError(f"{path} is not a tuning database; name another file with TPF_JIT_DB or the path argument")
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     target = path.with_name(f"{path.name}.damaged-{stamp}-{os.getpid()}")
@@ -109,26 +117,51 @@ def set_aside(path: Path) -> Path:
 
 
 def salvage(path: Path) -> list[TrialRow]:
-    """All trials of a damaged file that can still be read and still match their content hash."""
+    """All trials of a damaged file that can still be read and still match their content hash.
+
+    Tables are read by themselves, by rowid: that needs no index, and goes on after a page that cannot be read.
+    """
     rows: dict[str, TrialRow] = {}
     try:
-        with closing(open_readonly(path)) as connection:
-            # From both ends, as a bad page stops the scan.
-            for order in ("ASC", "DESC"):
-                _collect(connection, order, rows)
+        patience = 1000 + path.stat().st_size // _ROW_BYTES
+        with closing(open_readonly(path, damaged=True)) as connection:
+            # A text that is not UTF-8 any more would end the reading; so it is a row that does not match its hash.
+            connection.text_factory = lambda text: text.decode(errors="replace")
+            known = {table: dict(_scan(connection, table, ("id", name), patience)) for table, name in _REFERRED.items()}
+            for identity, *values in _scan(connection, "trial", ("id", *TRIAL_FIELDS), patience):
+                pairs = zip(TRIAL_FIELDS, values, strict=True)
+                stored = [known[name].get(value) if name in known else value for name, value in pairs]
+                try:
+                    row = decode_trial([identity, *stored])
+                except (InvalidInput, ValueError, TypeError, AttributeError):
+                    continue
+                if row.id == identity:
+                    rows[row.id] = row
     except (sqlite3.Error, OSError):
         pass
     return list(rows.values())
 
 
-def _collect(connection: sqlite3.Connection, order: str, rows: dict[str, TrialRow]) -> None:
-    try:
-        for stored in connection.execute(trial_query(f"ORDER BY t.rowid {order}")):
-            try:
-                row = decode_trial(stored)
-            except (InvalidInput, ValueError, TypeError):
-                continue
-            if row.id == stored[0]:
-                rows[row.id] = row
-    except (sqlite3.Error, UnicodeDecodeError):
-        pass
+def _scan(connection: sqlite3.Connection, table: str, columns: Sequence[str], patience: int) -> Iterator[list]:
+    """Rows of a table in the order of their rowids. Where a page cannot be read it goes on behind the rows on it, up to
+    `patience` rowids in turn that cannot be read: the end of the table may be what is missing.
+    """
+    sql = f"SELECT rowid, {', '.join(columns)} FROM {table} NOT INDEXED WHERE rowid >= ? ORDER BY rowid LIMIT ?"
+    start, failures, limit = 0, 0, -1
+    while failures <= patience and start < 1 << 63:  # SQLite has no larger numbers; damage may have made one of a rowid
+        found = False
+        try:
+            for rowid, *values in connection.execute(sql, (start, limit)):
+                found, failures = True, 0
+                start = max(start, rowid) + 1  # damage may have put rows out of order
+                yield values
+            if limit < 0 or not found:
+                return
+            limit = -1
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            # Python's cursor reads a row ahead and loses it with the error: the next row by itself, then all that follow.
+            if limit > 0:
+                start, failures = start + 1, failures + 1
+            limit = 1

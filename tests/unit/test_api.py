@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
 import threading
 import time
@@ -176,6 +177,35 @@ def test_is_supported_refuses_half_a_call() -> None:
 def test_explain_without_a_gpu_says_what_no_kernel_takes() -> None:
     assert "the kernel takes bfloat16, not float16" in api.explain(TriangleMultiplicationShape(64, dtype="float16")).reason
     assert "besides" not in api.explain(SHAPE).reason
+
+
+def test_nothing_is_hidden_by_there_being_no_gpu() -> None:
+    """Else it reads as if a GPU were all that is missing."""
+    wide, single = torch.zeros(1, 4, 4, 600, dtype=torch.bfloat16), torch.zeros(1, 4, 4, 64)
+    q, bias = torch.zeros(1, 4, 2, 4, 200, dtype=torch.bfloat16), torch.zeros(1, 2, 4, 4)
+    for call, named, said in (
+        ((TriangleMultiplicationShape(64, dtype="float16"),), {}, "bfloat16, not float16"),
+        ((wide,), {"p_in_weight": torch.zeros(64, 600)}, "got 600"),
+        ((single,), {"p_in_weight": torch.zeros(64, 64)}, "autocast is off"),
+        ((q, q, q, bias), {}, "head dim is 200"),
+        ((q.float(), q.float(), q.float(), bias), {}, "are float32"),
+    ):
+        for reason in (api.is_supported(*call, **named)[1], api.explain(*call, **named).reason):
+            assert re.match(f"(there is no GPU|the tensors are on cpu).+; besides, .*{said}", reason), reason
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_switches_are_true_or_false(value: object) -> None:
+    x = torch.zeros(1, 4, 4, 8)
+    weights = {f"{name}_weight": torch.zeros(16 if "in" in name else 8, 8) for name in ("p_in", "g_in", "p_out", "g_out")}
+    for name in ("inplace", "recompute"):
+        with pytest.raises(InvalidInput, match=f"^{name}: got .+; allowed: True or False"):
+            tpf_jit.triangle_multiplication(x, **weights, **{name: value})
+    q = torch.zeros(1, 2, 1, 2, 8)
+    with pytest.raises(InvalidInput, match="^return_lse: got .+; allowed: True or False"):
+        tpf_jit.triangle_attention(q, q, q, torch.zeros(1, 1, 2, 2), return_lse=value)
+    with pytest.raises(InvalidInput, match="^enabled: got .+; allowed: True or False"):
+        tpf_jit.residual_compensation(value)
 
 
 def test_explain_without_a_gpu_shows_what_one_would_run() -> None:

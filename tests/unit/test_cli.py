@@ -99,7 +99,7 @@ class TestErrors:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(doctor, "examine", interrupted)
-        assert call("doctor")[0] == 130
+        assert call("doctor") == (130, "", "interrupted\n")
 
     def test_a_bug_keeps_its_traceback(self, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "examine", lambda: 1 / 0)
@@ -419,7 +419,7 @@ class TestDatabase:
         assert {row["layer"] for row in found} == {str(database)}
         _, out, _ = call("db", "list", "--no-shipped")
         assert "tile_n=64" in out
-        assert reading("db", "list", "--no-shipped", "--device", "h100") == []
+        assert reading("db", "list", "--no-shipped", "--device", "h200") == found
 
     def test_show(self, call: Any, reading: Any, database: Path) -> None:
         def show(*words: str) -> list:
@@ -431,7 +431,7 @@ class TestDatabase:
         assert found[0]["id"] == trial(TriangleAttentionShape(crop=256), us=50.0).id
         assert [row["status"] for row in show("N256", "--status", "wrong")] == ["wrong"]
         assert len(show("triangle_attention", "--limit", "1")) == 1
-        assert show("N256", "--device", "H100") == []
+        assert show("N256", "--device", "h200") == found
         code, out, _ = call("db", "show", "N256", "--no-shipped")
         assert (code, "out is off" in out) == (0, True)
 
@@ -531,6 +531,42 @@ class TestRecords:
         code, out, _ = call("records", "show", "20261201", "--folder", folder)
         assert (code, "Test GPU" in out) == (0, True)
         assert call("records", "show", "nothing", "--folder", folder)[0] == 1
+
+    KINDS = "bench.attention, or the part of one before its dot"
+
+    @pytest.mark.parametrize("words", ["list", "list --json", "check", "check --json", "table"])
+    def test_a_kind_that_no_record_has(self, call: Any, folder: Path, tmp_path: Path, words: str) -> None:
+        line = ("records", *words.split(), "--kind")
+        for kind in ("nope", "sweep", "bench.att"):
+            text = f"Error: --kind: got {kind!r}; allowed: {self.KINDS}\n"
+            assert call(*line, kind, "--folder", folder) == (1, "", text)
+        assert call(*line, "bench", "--folder", folder)[1]
+        (tmp_path / "empty").mkdir()
+        text = f"Error: --kind: got 'bench'; allowed: nothing, as no record in {tmp_path / 'empty'} has a kind\n"
+        assert call(*line, "bench", "--folder", tmp_path / "empty") == (1, "", text)
+
+    def test_a_table_of_no_kind_is_not_written(self, call: Any, folder: Path, tmp_path: Path) -> None:
+        document = tmp_path / "README.md"
+        document.write_text(f"{cli_records.BEGIN}\nold\n{cli_records.END}\n", encoding="utf-8")
+        assert call("records", "table", "--kind", "nope", "--folder", folder, "--update", document)[0] == 1
+        assert cli_records.marked(document.read_text(encoding="utf-8")) == "old"
+
+    def test_a_table_of_stale_records_only_is_no_error(self, call: Any, folder: Path) -> None:
+        next(folder.glob("*20261202*")).unlink()
+        code, out, _ = call("records", "table", "--kind", "bench", "--folder", folder)
+        assert (code, out.strip()) == (0, cli_records.NONE_CURRENT)
+
+    @pytest.mark.parametrize("words", ["list", "check", "table", "show bench", "check --json"])
+    def test_a_folder_that_is_none(self, call: Any, tmp_path: Path, words: str) -> None:
+        (tmp_path / "file").touch()
+        for place in (tmp_path / "none", tmp_path / "file"):
+            text = f"Error: --folder: got {place}; allowed: a folder that exists\n"
+            assert call("records", *words.split(), "--folder", place) == (1, "", text)
+
+    @pytest.mark.parametrize(("verb", "text"), [("list", "there are none"), ("check", "there are none"), ("table", "No record")])
+    def test_an_empty_folder_is_no_error(self, call: Any, tmp_path: Path, verb: str, text: str) -> None:
+        code, out, _ = call("records", verb, "--folder", tmp_path)
+        assert code == 0 and out.startswith(text)
 
     def test_check_tells_current_from_stale(self, reading: Any, call: Any, folder: Path) -> None:
         verdicts = reading("records", "check", "--folder", folder, code=1)

@@ -318,7 +318,7 @@ class TestDiff:
         assert kinds["N512"] == ("only in A", None) and kinds["N1024"] == ("only in B", None)
         code, out, _ = call("db", "diff", a, b)
         assert code == 1 and "the same" in out and "stages=3" in out and "1 won differently" in out
-        assert [row["kind"] for row in reading("db", "diff", a, b, "--device", "H100")[1]] == []
+        assert reading("db", "diff", a, b, "--device", "h200") == (1, found)
         text = tmp_path / "a.jsonl"
         call("db", "export", text, "--db", a)
         assert call("db", "diff", a, text)[0] == 0, "a file of rows is as good as a database"
@@ -448,7 +448,7 @@ class TestReadingOnlyReads:
 
 
 class TestUnknownDevices:
-    """A device that no row is of is told from a database without rows."""
+    """A device that no row is of is refused, and the message says which there are."""
 
     @pytest.fixture
     def database(self, private_state: Path) -> Path:
@@ -456,25 +456,58 @@ class TestUnknownDevices:
             store.put_trials([trial(grade="final"), trial(device=H100.facts(), grade="final")])
         return store.path
 
-    THERE = f"no device model contains 'b300'; there are: {device_model(H100)}, {device_model(SAMPLE_H200)}"
+    PART = "Error: --device: got 'b300'; allowed: a part of one of these device models: "
+    REFUSED = (1, "", f"{PART}{device_model(H100)}, {device_model(SAMPLE_H200)}\n")
+    NOTHING = "nothing is tuned yet: tpf-jit tune TARGET"
 
+    @pytest.mark.parametrize("json", [(), ("--json",)])
     @pytest.mark.parametrize("words", ["list --no-shipped", "show N384 --no-shipped", "stale --no-shipped", "diff {db} {db}"])
-    def test_the_devices_that_there_are_are_named(self, database: Path, call: Any, words: str) -> None:
-        code, out, err = call("db", *words.format(db=database).split(), "--device", "b300")
-        assert (code, out.strip(), err) == (0, self.THERE, "")
+    def test_the_devices_that_there_are_are_named(self, database: Path, call: Any, words: str, json: tuple[str, ...]) -> None:
+        assert call("db", *words.format(db=database).split(), "--device", "b300", *json) == self.REFUSED
 
-    def test_of_a_report_too(self, database: Path, call: Any, tmp_path: Path) -> None:
-        page = tmp_path / "page.html"
-        code, _, err = call("db", "report", "--no-shipped", "--out", page, "--device", "b300")
-        assert code == 0 and "0 problems from 0 rows" in err and err.splitlines()[-1] == self.THERE
-        assert "no device model" not in call("db", "report", "--no-shipped", "--out", page, "--device", "h100")[2]
+    def test_of_a_report_too_which_leaves_its_files_alone(self, database: Path, call: Any, tmp_path: Path) -> None:
+        page, studies = tmp_path / "page.html", tmp_path / "studies.db"
+        page.write_text("an earlier page")
+        words = ("db", "report", "--no-shipped", "--out", page, "--studies", studies, "--device")
+        assert call(*words, "b300") == self.REFUSED
+        assert page.read_text() == "an earlier page" and not studies.exists()
+        assert call(*words[:-3], "--device", "h100")[0] == 0 and "an earlier page" not in page.read_text()
+
+    def test_recompiling_asks_first(self, database: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(db_trust, "_recompile", lambda *_: pytest.fail("it compiles"))
+        assert call("db", "stale", "--no-shipped", "--recompile", "--device", "b300") == self.REFUSED
 
     def test_shipped_devices_count(self, private_state: Path, call: Any) -> None:
-        _, out, _ = call("db", "list", "--device", "b300")
-        assert "no device model contains 'b300'; there are: NVIDIA H200" in out and "nothing is tuned" not in out
+        code, out, err = call("db", "list", "--device", "b300")
+        assert (code, out) == (1, "") and err.startswith(f"{self.PART}NVIDIA H200")
 
-    def test_without_rows_that_is_said(self, private_state: Path, call: Any) -> None:
-        assert call("db", "list", "--no-shipped", "--device", "b300")[1].strip() == "nothing is tuned yet: tpf-jit tune TARGET"
+    def test_a_device_that_only_other_problems_have(self, database: Path, call: Any) -> None:
+        with TuningStore(database) as store:
+            store.put_trial(trial(TriangleAttentionShape(256)))
+        code, out, err = call("db", "show", "N256", "--no-shipped", "--device", "h100")
+        assert (code, out) == (1, "") and err.endswith(f"these device models: {device_model(SAMPLE_H200)}\n")
+
+    @pytest.mark.parametrize("words", ["list --no-shipped", "stale --no-shipped", "report --no-shipped --out {page}"])
+    def test_without_rows_that_is_said_and_no_error_where_no_device_is_asked_for(
+        self, private_state: Path, call: Any, tmp_path: Path, words: str
+    ) -> None:
+        page = tmp_path / "page.html"
+        line = ("db", *words.format(page=page).split())
+        assert call(*line, "--device", "b300") == (1, "", f"Error: --device: got 'b300'; allowed: nothing, as {self.NOTHING}\n")
+        assert not page.exists()
+        code, out, _ = call(*line)
+        assert code == 0 and (page.exists() or out.strip() == self.NOTHING)
+
+
+class TestUnknownStatus:
+    @pytest.mark.parametrize("word", ["nope", "compile_error"])
+    def test_the_statuses_of_these_trials_are_named(self, private_state: Path, call: Any, word: str) -> None:
+        with TuningStore() as store:
+            store.put_trials([trial(), trial(status="wrong", config={"tile_n": 32}, errors={"out": 0.5}, detail="out is off")])
+            store.put_trial(trial(TriangleAttentionShape(256), status="compile_error", config={"tile_n": 32}, detail="no"))
+        text = f"Error: --status: got {word!r}; allowed: ok, wrong, as the trials of 'N384' are\n"
+        assert call("db", "show", "N384", "--no-shipped", "--status", word) == (1, "", text)
+        assert call("db", "show", "N384", "--no-shipped", "--status", "wrong")[0] == 0
 
 
 class TestMergingNamesTheFile:

@@ -151,20 +151,35 @@ def test_presets_are_those_of_the_models() -> None:
         assert len(set(preset(name))) == len(preset(name)) > 0
 
 
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"shapes": []}', "no list of entries under shapes"), ("{}", "no list of entries"), ("[]", "no list of entries"),
+        ('{"shapes": [3]}', "no list of entries"), ("x", "malformed"), ("", "malformed"),
+        ('{"shapes": [{"crop": 0}]}', "crop: got 0"), ('{"shapes": [{"heads": 4}]}', "crop: got None"),
+        ('{"shapes": [{"crops": 384}]}', "crops: got 384; allowed: a list"),
+        ('{"shapes": [{"crop": 8, "op": "triangle_multiplication", "directions": "outgoing"}]}', "directions: got 'outgoing'"),
+    ],
+)  # fmt: skip
+def test_malformed_presets_are_named(tmp_path, content: str, said: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(InvalidInput, match=f"mine.json.+{said}"):
+        preset(path)
+
+
+@pytest.mark.parametrize("name", [None, 3])
+def test_a_preset_is_a_name_or_a_path(name: object) -> None:
+    with pytest.raises(InvalidInput, match="^preset: got .+; allowed: boltz2"):
+        preset(name)
+
+
 def test_preset_from_a_file(tmp_path) -> None:
     path = tmp_path / "mine.json"
     entries = [{"crops": [64, 128], "note": "trunk", "head_dim": 16}, {"crop": 64, "head_dim": 16}]
     path.write_text(json.dumps({"shapes": entries}), encoding="utf-8")
     assert preset(path) == [TriangleAttentionShape(64, head_dim=16), TriangleAttentionShape(128, head_dim=16)]
     assert preset(str(path)) == preset(path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"shapes": [3]}', '{"shapes": [{"crop": 0}]}', '{"shapes": [{"heads": 4}]}'])
-def test_malformed_presets_are_named(tmp_path, content: str) -> None:
-    path = tmp_path / "broken.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(InvalidInput, match="broken.json"):
-        preset(path)
 
 
 def test_unknown_presets_list_the_known_ones(tmp_path) -> None:

@@ -272,6 +272,8 @@ def test_explain_and_is_supported_say_so() -> None:
         assert "from float32" in tpf_jit.is_supported(x.z, p_in_weight=weight)[1]
         found = tpf_jit.explain(x.z, p_in_weight=weight)
     assert found.path == "kernel" and "from float32" in found.reason
+    assert found.forward.startswith("triangle_multiplication_centre_sm90") and found.backward.count("centre") == 1
+    assert "centre" not in tpf_jit.explain(x.z.to(BF16), p_in_weight=weight).forward
     assert found.shape.endswith("/bfloat16/weight-float32/mask-none")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -21,6 +22,7 @@ from tuning_samples import H200, kernel, open_folder, shape, trial
 from tpf_jit.errors import DatabaseError
 from tpf_jit.tuning_db import repair
 from tpf_jit.tuning_db.reader import DatabaseWarning, read_layer
+from tpf_jit.tuning_db.rows import TrialRow
 from tpf_jit.tuning_db.store import TuningStore
 
 UNIT = Path(__file__).parent
@@ -162,11 +164,15 @@ def test_a_killed_writer_leaves_a_sound_database(tmp_path: Path) -> None:
 # damaged files
 
 
+def filling() -> list[TrialRow]:
+    return [trial(shape(crop=64 + number), us=100 + number, detail="d" * 500) for number in range(200)]
+
+
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
     path = tmp_path / "tuning.db"
     with TuningStore(path) as store:
-        store.put_trials([trial(shape(crop=64 + number), us=100 + number, detail="d" * 500) for number in range(200)])
+        store.put_trials(filling())
         store.put_kernel(kernel())
     return path
 
@@ -195,10 +201,64 @@ def test_garbage_is_set_aside(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_truncated_file_is_set_aside_and_salvaged(filled: Path) -> None:
-    filled.write_bytes(filled.read_bytes()[: filled.stat().st_size // 2])
-    store, _ = reopened(filled, "malformed|damaged")
-    assert store.verify() == []
+    """SQLite refuses a file that is shorter than it says; all rows before the cut are in it nevertheless."""
+    filled.write_bytes(filled.read_bytes()[: filled.stat().st_size * 97 // 100])
+    store, _ = reopened(filled, "trials were saved")
+    saved = {row.id for row in store.trials()} - {trial(us=77).id}
+    assert 180 <= len(saved) < 200
+    assert saved <= {row.id for row in filling()}
     store.close()
+
+
+def test_what_can_be_read_of_a_truncated_file_is_merged(filled: Path, tmp_path: Path) -> None:
+    content = filled.read_bytes()[: filled.stat().st_size * 97 // 100]
+    filled.write_bytes(content)
+    with TuningStore(tmp_path / "other.db") as store:
+        with pytest.warns(DatabaseWarning, match="left as it is; 1[89][0-9] trials could be read"):
+            added = store.merge(filled)
+        assert added["trials"] == len(store.trials()) >= 180
+        assert store.verify() == []
+    assert filled.read_bytes() == content
+
+
+def test_reading_goes_on_behind_every_lost_page(filled: Path) -> None:
+    """Pages of rows lost here and there, the first and the last among them, and the index of configurations: of the rows only
+    those on a lost page are lost, not those between, nor the last one before it."""
+    with closing(sqlite3.connect(filled)) as connection:
+        page_size = connection.execute("PRAGMA page_size").fetchone()[0]
+        sql = "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_config_1'"
+        (root,) = connection.execute(sql).fetchone()
+    content = bytearray(filled.read_bytes())
+    places = {}  # row -> its page; no row is so long that it needs a second one
+    for row in filling():
+        # Ids are in the index as well; before the name of the template they are in the table.
+        at = content.find(row.id.encode() + row.template.encode())
+        assert content.count(row.id.encode() + row.template.encode()) == 1
+        places[row.id] = at // page_size
+    pages = sorted(set(places.values()))
+    lost = {pages[0], pages[len(pages) // 3], pages[len(pages) // 2], pages[len(pages) // 2 + 1], pages[-1]}
+    for page in (*lost, root - 1):
+        content[page * page_size : (page + 1) * page_size] = bytes(page_size)
+    filled.write_bytes(content)
+    assert {row.id for row in repair.salvage(filled)} == {name for name, page in places.items() if page not in lost}
+
+
+def test_a_rowid_that_damage_made_huge_ends_the_reading() -> None:
+    class Connection:
+        def execute(self, sql: str, values: tuple[int, int]):
+            if values[0] > 2**63 - 1:
+                raise OverflowError("as SQLite's module does")
+            yield 2**63 - 1, "a"
+            raise sqlite3.DatabaseError("database disk image is malformed")
+
+    assert list(repair._scan(Connection(), "trial", ("id",), 5)) == [["a"]]
+
+
+def test_salvage_of_what_is_no_database_of_ours(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        connection.execute("CREATE TABLE bookmark (url TEXT)")
+    (tmp_path / "noise.db").write_bytes(os.urandom(9000))
+    assert repair.salvage(tmp_path / "other.db") == repair.salvage(tmp_path / "noise.db") == []
 
 
 def test_what_is_still_readable_moves_over(filled: Path) -> None:
@@ -213,10 +273,10 @@ def test_what_is_still_readable_moves_over(filled: Path) -> None:
     assert altered // page_size != page
     content[altered : altered + 4] = b"else"
     filled.write_bytes(content)
-    original = {trial(shape(crop=64 + number), us=100 + number, detail="d" * 500).id for number in range(200)}
+    original = {row.id for row in filling()}
     store, _ = reopened(filled, r"(1[0-9][0-9]) trials were saved")
     saved = {row.id for row in store.trials()} - {trial(us=77).id}
-    assert 100 <= len(saved) < 200
+    assert 190 <= len(saved) < 200
     assert saved <= original
     store.close()
 
@@ -390,6 +450,18 @@ def test_a_lock_that_is_not_released(tmp_path: Path) -> None:
 def test_a_folder_is_no_database(tmp_path: Path) -> None:
     with pytest.raises(DatabaseError, match="is a folder"):
         TuningStore(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["x.db", "more/x.db"])
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    path = tmp_path / "file" / below
+    said = f"{path} cannot exist, as {tmp_path / 'file'} is no folder; "
+    with pytest.raises(DatabaseError, match=re.escape(f"{said}the tuning database is a file in a folder")):
+        TuningStore(path)
+    monkeypatch.setenv("TPF_JIT_DB", str(path))
+    with pytest.raises(DatabaseError, match=re.escape(f"{said}TPF_JIT_DB names a file in a folder")):
+        TuningStore()
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:

@@ -185,13 +185,13 @@ def test_another_application(tmp_path: Path) -> None:
     path = tmp_path / "tuning.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE bookmark (url TEXT)")
-    one_warning(path, "another application")
+    one_warning(path, "was left out: it is an SQLite database of another application")  # the path once
 
 
 def test_a_damaged_text_table(tmp_path: Path) -> None:
     path = tmp_path / "h200.jsonl"
     path.write_text('{"format":"tpf_jit.tuning_db","version":1}\n{"kind":')
-    one_warning(path, "line 2")
+    one_warning(path, "was left out: line 2")
 
 
 def test_locked(database: Path) -> None:

@@ -11,8 +11,20 @@ import typer
 from tpf_jit.cli import accuracy, accuracy_trimul, bench, bench_search, bench_trimul, db, doctor, kernels, records, sweep
 from tpf_jit.errors import TpfError
 
+
+class _Commands(typer.core.TyperGroup):
+    """The verbs. Ctrl-C comes out of them as typer's `Abort`: of a KeyboardInterrupt typer makes an exit that says nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt
+
+
 app = typer.Typer(
     name="tpf-jit",
+    cls=_Commands,
     help="Triangle attention and triangle multiplication kernels: compile, tune, inspect. Every reading command takes --json.",
     no_args_is_help=True,
     add_completion=False,
@@ -71,7 +83,8 @@ def run(argv: list[str]) -> int:
             return _reader_left()
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        print("interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         # Usage errors come from click, which typer carries inside itself or as a package, by version.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):

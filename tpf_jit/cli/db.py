@@ -51,6 +51,7 @@ def list_(
 ) -> None:
     """Every tuned problem: its winner, the time, and the layer it comes from."""
     winners = [(layer.name, entry[0]) for layer in _layers(db, shipped) for entry in layer.winners.values()]
+    db_trust.check_device(device, (w.device for _, w in winners))
     rows = [(layer, w) for layer, w in winners if device is None or device.lower() in w.device.lower()]
     rows.sort(key=lambda row: (row[1].device, row[1].cell, row[0]))
     if json:
@@ -58,8 +59,7 @@ def list_(
         return
     columns = ("problem", "device", "us", "configuration", "grade", "date", "layer")
     table = [(w.cell, w.device_name, w.us, cell(w.config), w.grade, w.date[:10], layer) for layer, w in rows]
-    none = db_trust.absent_device(device, (w.device for _, w in winners)) or "nothing is tuned yet: tpf-jit tune TARGET"
-    print_table("tuned problems", columns, table, "" if rows else none)
+    print_table("tuned problems", columns, table, "" if rows else "nothing is tuned yet: tpf-jit tune TARGET")
 
 
 def _layers(db: Path | None, shipped: bool) -> list[Any]:
@@ -81,22 +81,19 @@ def show(
     json: Json = False,
 ) -> None:
     """The trials of a problem, fastest first, with their errors against FP64 and what became of them."""
-    contents = _contents(db, shipped)
-    trials = [
-        (layer, trial)
-        for layer, rows in contents
-        for trial in rows
-        if problem in trial.cell
-        and (status is None or trial.status == status)
-        and (device is None or device.lower() in trial.device_model.lower())
-    ]
+    from tpf_jit.errors import DatabaseError, InvalidInput
+
+    trials = [(layer, trial) for layer, rows in _contents(db, shipped) for trial in rows if problem in trial.cell]
     if not trials:
         # With nothing to show, a missing database is the news.
         _existing(db)
-        if not any(problem in trial.cell for _, rows in contents for trial in rows):
-            from tpf_jit.errors import DatabaseError
-
-            raise DatabaseError(f"no problem has {problem!r} in its name; `tpf-jit db list` shows those that there are")
+        raise DatabaseError(f"no problem has {problem!r} in its name; `tpf-jit db list` shows those that there are")
+    db_trust.check_device(device, (trial.device_model for _, trial in trials))
+    trials = [pair for pair in trials if device is None or device.lower() in pair[1].device_model.lower()]
+    there = sorted({trial.status for _, trial in trials})
+    if status not in (None, *there):
+        raise InvalidInput.of("--status", repr(status), f"{', '.join(there)}, as the trials of {problem!r} are")
+    trials = [pair for pair in trials if status in (None, pair[1].status)]
     trials.sort(key=lambda pair: (pair[1].cell, pair[1].median_us is None, pair[1].median_us or 0.0))
     shown = trials[:limit]
     if json:
@@ -104,8 +101,6 @@ def show(
         return
     columns = ("problem", "status", "us", "p10", "p90", "configuration", "worst error", "grade", "date", "layer", "detail")
     note = f"{len(trials) - len(shown)} more rows; --limit shows them" if len(shown) < len(trials) else ""
-    if not trials:
-        note = db_trust.absent_device(device, (row.device_model for _, rows in contents for row in rows)) or "no such trials"
     print_table("trials", columns, [_trial(*pair) for pair in shown], note)
 
 

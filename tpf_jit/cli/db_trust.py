@@ -33,6 +33,7 @@ def stale(
 ) -> None:
     """Winners measured with other sources or another compiler than today's, and what serves meanwhile. Exit code 1 if any."""
     everywhere = _survey(db, shipped)
+    check_device(device, (each.winner.device for each in everywhere))
     found = _of_device(everywhere, device)
     verdicts = []
     if recompile and any(each.changes for each in found):
@@ -48,8 +49,7 @@ def stale(
             table = [(v.outcome, v.winner.cell, v.winner.device_name, cell(v.winner.config), v.detail) for v in verdicts]
             print_table("recompiled", ("", "problem", "device", "configuration", "detail"), table)
         columns = ("problem", "device", "us", "measured", "changed since", "stale rows", "serves meanwhile", "layer")
-        none = absent_device(device, (each.winner.device for each in everywhere)) or _none_stale(len(found))
-        print_table("stale winners", columns, [_standing(each) for each in shown], "" if shown else none)
+        print_table("stale winners", columns, [_standing(each) for each in shown], "" if shown else _none_stale(len(found)))
         if old and not recompile:
             print("to mend it: tpf-jit db stale --recompile (the code may be the same), else tpf-jit tune")
     if old:
@@ -66,12 +66,19 @@ def _none_stale(count: int) -> str:
     return f"all {count} winners are current" if count else "nothing is tuned yet: tpf-jit tune TARGET"
 
 
-def absent_device(device: str | None, models: Iterable[str]) -> str:
-    """A sentence for a `--device` that is in none of these device models; empty where that is not why nothing was found."""
+def check_device(device: str | None, models: Iterable[str]) -> None:
+    """Refuse a `--device` that is in none of the device models there are: a mistyped one would pass for one without news.
+
+    Raises:
+        InvalidInput: it is in none; the message names them.
+    """
+    from tpf_jit.errors import InvalidInput
+
     there = sorted({model for model in models if model})
-    if device is None or not there or any(device.lower() in model.lower() for model in there):
-        return ""
-    return f"no device model contains {device!r}; there are: {', '.join(there)}"
+    if device is None or any(device.lower() in model.lower() for model in there):
+        return
+    known = f"a part of one of these device models: {', '.join(there)}"
+    raise InvalidInput.of("--device", repr(device), known if there else "nothing, as nothing is tuned yet: tpf-jit tune TARGET")
 
 
 def _of_device(found: list[Any], device: str | None) -> list[Any]:
@@ -182,6 +189,7 @@ def diff(
 
     sides = [contents.all_evidence(contents.read(path)) for path in (first, second)]
     everywhere = compare.compare(*sides, tolerance)
+    check_device(device, (d.device for d in everywhere))
     found = [d for d in everywhere if device is None or device.lower() in d.device.lower()]
     unequal = [each for each in found if each.kind != compare.SAME]
     shown = found if every else unequal
@@ -190,8 +198,7 @@ def diff(
     else:
         columns = ("problem", "device", "difference", "us in A", "us in B", "B / A", "configuration in A", "in B")
         rows = [(d.cell, d.device, d.kind, *_sides(d)) for d in shown]
-        none = absent_device(device, (d.device for d in everywhere)) or f"{len(found)} problems, no difference"
-        print_table(f"A: {first}, B: {second}", columns, rows, "" if rows else none)
+        print_table(f"A: {first}, B: {second}", columns, rows, "" if rows else f"{len(found)} problems, no difference")
         if rows:
             print(", ".join(f"{count} {kind}" for kind, count in sorted(Counter(each.kind for each in found).items())))
     if unequal:

@@ -186,7 +186,7 @@ def _unwritable(folder: Path) -> str | None:
 
 def _database() -> Finding:
     from tpf_jit.tuning_db import user_database_path
-    from tpf_jit.tuning_db.audit import audit_file
+    from tpf_jit.tuning_db.audit import audit_file, is_empty, is_refused
     from tpf_jit.tuning_db.reader import folder_problem, read_layer
 
     path = user_database_path()
@@ -202,9 +202,14 @@ def _database() -> Finding:
         return Finding("user database", FAIL, f"{path}: {problem}", remedy)
     if not exists:
         return Finding("user database", OK, f"{path}, not made yet (tpf-jit tune makes it)")
+    if is_empty(path):
+        return Finding("user database", OK, f"{path}, empty (the next write, such as tpf-jit tune, makes it)")
     problems = audit_file(path)
     if problems:
-        remedy = "tpf-jit db verify shows all problems; a file that is damaged as a whole is set aside at the next write"
+        if is_refused(path):
+            remedy = "writing to it is refused too, and it stays as it is; set TPF_JIT_DB to another file"
+        else:
+            remedy = "tpf-jit db verify shows all problems; a file that is damaged as a whole is set aside at the next write"
         named = problems[0] if problems[0].startswith(str(path)) else f"{path}: {problems[0]}"
         return Finding("user database", FAIL, named, remedy)
     return Finding("user database", OK, f"{path}, {len(read_layer(path).winners)} tuned problems")

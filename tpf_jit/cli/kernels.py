@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +58,7 @@ def compile_kernels(
         weight_dtype=weight_dtype, batch=batch, dtype=dtype, mask=mask,
     )  # fmt: skip
     how = (arch, template, _config(config), residual)
-    with _progress(() if json else {kernel.spec for kernel in api.chosen_kernels(shapes, *how, training)}):
+    with _progress({kernel.spec for kernel in api.chosen_kernels(shapes, *how, training)}, quiet=json):
         compiled = tpf_jit.compile(shapes, *how, jobs, training)
     if training:
         _say_what_pytorch_trains(shapes)
@@ -76,17 +76,32 @@ def compile_kernels(
 
 
 @contextmanager
-def _progress(specs: Iterable[Any]) -> Iterator[None]:
-    """Around a compile: say how many of these kernels the object cache lacks, and count them on a terminal."""
+def _progress(specs: Iterable[Any], quiet: bool) -> Iterator[None]:
+    """Around a compile: say how many of these kernels the object cache lacks, and count them on a terminal.
+
+    A quiet one says nothing but, as every other, what is kept when the user stops it.
+    """
     from tpf_jit.kernels import default_store
 
     store = default_store()
     missing = [spec for spec in specs if store.get(spec) is None]
-    if missing:
+    if missing and not quiet:
         say(f"compiling {len(missing)} kernel{'s' if len(missing) > 1 else ''}")
-    if not missing or not _on_terminal():
-        yield
-        return
+    try:
+        with _bar(store, missing) if missing and not quiet and _on_terminal() else nullcontext():
+            yield
+    except KeyboardInterrupt:
+        if not missing:
+            raise
+        # After the bar's last line.
+        kept = sum(store.get(spec) is not None for spec in missing)
+        say(f"interrupted; {kept} of {len(missing)} kernels are kept, the same command goes on from there")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _bar(store: Any, missing: list[Any]) -> Iterator[None]:
+    """A bar that follows how many of these kernels have come into the cache."""
     from tpf_jit.tune.report import Progress
 
     with Progress("compiled", len(missing)) as bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,8 @@ def list_(kind: Kind = None, folder: Folder = None, json: Json = False) -> None:
     """The records, by date."""
     from tpf_jit import records
 
-    found = records.list_records(folder, kind)
+    found = records.list_records(_existing(folder), kind)
+    _some(found, kind, folder)
     if json:
         print_json([{"name": r.name, "kind": r.kind, "date": r.date, "device": r.device, "problems": r.problems} for r in found])
         return
@@ -40,7 +42,7 @@ def show(
     """One record: where, when, how, and its rows."""
     from tpf_jit import records
 
-    record = records.show(name, folder)
+    record = records.show(name, _existing(folder))
     if json:
         print_json(record.content)
         return
@@ -56,7 +58,8 @@ def check(kind: Kind = None, folder: Folder = None, json: Json = False) -> None:
     """Which records were measured with the sources of this tree. Exit code 1 where one is stale or invalid."""
     from tpf_jit import records
 
-    verdicts = records.check(folder, kind=kind)
+    verdicts = records.check(_existing(folder), kind=kind)
+    _some(verdicts, kind, folder)
     if json:
         print_json([{"name": v.record.name, "state": v.state, "detail": v.detail} for v in verdicts])
     else:
@@ -75,6 +78,7 @@ def table(
     """Markdown tables from current records only, as they stand in the README."""
     from tpf_jit import records
 
+    _some(records.list_records(_existing(folder), kind), kind, folder)
     text = records.table(kind, folder).strip() or NONE_CURRENT
     if update is None:
         print(text)
@@ -88,6 +92,28 @@ def table(
     if fresh != content:
         update.write_text(fresh, encoding="utf-8")
     say(f"{'updated' if fresh != content else 'unchanged'}: {update}")
+
+
+def _existing(folder: Path | None) -> Path | None:
+    """The folder, which must exist: a mistyped one would pass for one whose records are all current."""
+    from tpf_jit.errors import InvalidInput
+
+    if folder is not None and not folder.is_dir():
+        raise InvalidInput.of("--folder", str(folder), "a folder that exists")
+    return folder
+
+
+def _some(found: Sequence[Any], kind: str | None, folder: Path | None) -> None:
+    """Refuse a kind that no record of the folder has."""
+    from tpf_jit import records
+    from tpf_jit.errors import InvalidInput
+
+    if found or kind is None:
+        return
+    there = sorted({record.kind for record in records.list_records(folder)} - {""})
+    known = ", ".join(there) + ", or the part of one before its dot"
+    where = folder or records.records_folder()
+    raise InvalidInput.of("--kind", repr(kind), known if there else f"nothing, as no record in {where} has a kind")
 
 
 def between(content: str, text: str) -> str:

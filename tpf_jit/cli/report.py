@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tpf_jit.cli._output import say
-from tpf_jit.cli.db_trust import absent_device
+from tpf_jit.cli.db_trust import check_device
 
 
 def report(
@@ -39,14 +39,13 @@ def report(
     if shipped:
         trials.update(contents.shipped())
         names.append("the shipped tables")
+    check_device(device, (row.device_model for row in trials.values()))
     rows = [row for row in trials.values() if device is None or device.lower() in row.device_model.lower()]
     try:
         count = write_report(out, rows, names)
     except OSError as error:
         raise DatabaseError(f"{out} cannot be written: {error.strerror}") from error
     say(f"written: {out}, {count} problems from {len(rows)} rows of {' and '.join(names) or 'nothing'}")
-    if absent := absent_device(device, (row.device_model for row in trials.values())):
-        say(absent)
     if studies is not None:
         from tpf_jit.tune.study import write_studies
 

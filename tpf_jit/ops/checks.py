@@ -15,6 +15,13 @@ from tpf_jit.errors import InvalidInput
 CANONICAL_RANK = 5
 
 
+def check_switches(**given: object) -> None:
+    """Raise InvalidInput unless all are True or False: "no" would be as good as True."""
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise InvalidInput.of(name, repr(value) if isinstance(value, (str, int)) else type(value).__name__, "True or False")
+
+
 def check_types(q: object, k: object, v: object, bias: object, mask: object) -> None:
     """Raise InvalidInput unless all are tensors; the mask may be None."""
     for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):

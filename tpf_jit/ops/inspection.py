@@ -46,7 +46,7 @@ def inspect(
         return multiplication_routing.inspect_call(q, mask, p_in_weight, others.get("direction", "outgoing"))
     if isinstance(q, Tensor):
         return plans.inspect_call(q, k, v, bias, mask)
-    return routing.hardware(device).reason or refusal(q, device), q
+    return routing.besides(routing.hardware(device).reason or None, refusal(q, None)), q
 
 
 def refusal(shape: Any, device: torch.device | None) -> str | None:

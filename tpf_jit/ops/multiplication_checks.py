@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tpf_jit.errors import InvalidInput
+from tpf_jit.ops.checks import check_switches
 from tpf_jit.shape import DIRECTIONS
 from tpf_jit.templates.triangle_multiplication.layout import Weights
 
@@ -32,6 +33,12 @@ def check_direction(direction: object) -> None:
     if not isinstance(direction, str) or direction not in DIRECTIONS:
         came = repr(direction) if isinstance(direction, str) else type(direction).__name__
         raise InvalidInput.of("direction", came, ", ".join(map(repr, DIRECTIONS)))
+
+
+def check_options(direction: object, **switches: object) -> None:
+    """Raise InvalidInput unless the direction is one of the two, and all others are True or False."""
+    check_direction(direction)
+    check_switches(**switches)
 
 
 def check_eps(eps: object) -> float:

@@ -192,6 +192,13 @@ def apart(operand: Tensor | None, z: Tensor) -> Tensor | None:
     return operand.clone() if first < end and start < last else operand
 
 
+def all_apart(
+    z: Tensor, mask: Tensor | None, weights: Weights, residual: Tensor | None
+) -> tuple[Tensor | None, Weights, Tensor | None]:
+    """The operands beside z, `apart` from it where PyTorch reads them anew for every batch element."""
+    return apart(mask, z), Weights(*(apart(x, z) for x in weights)), apart(residual, z)
+
+
 def _extent(x: Tensor) -> tuple[int, int]:
     """Addresses of the first byte and of that behind the last."""
     elements = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))

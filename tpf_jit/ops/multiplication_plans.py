@@ -73,6 +73,8 @@ def key_of(
     tensors = (z, residual, mask, *weights)
     if not is_eager() or not _PLAIN.issuperset(map(type, tensors)) or z is None or type(direction) is not str:
         return None
+    if type(recompute) is not bool or type(inplace) is not bool:
+        return None
     if z.dim() != 4 or mask is not None and mask.dim() != 3 or any(x is not None and _is_lazy(x) for x in tensors):
         return None
     needed = None
@@ -80,7 +82,7 @@ def key_of(
         needed = (*[x is not None and x.requires_grad for x in (z, residual, *weights)],)
         needed = needed if True in needed else None
     return (
-        kernels.generation, needed, direction, bool(recompute), z.stride() if inplace else None, plans.autocast_dtype(z),
+        kernels.generation, needed, direction, recompute, z.stride() if inplace else None, plans.autocast_dtype(z),
         *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors],
     )  # fmt: skip
 

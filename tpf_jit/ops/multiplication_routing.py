@@ -135,15 +135,22 @@ def decide(
     """Why a checked call takes the PyTorch path (None: kernels take it), and the problem that they solve or would solve."""
     if z.numel() == 0:
         return routing.EMPTY, None
-    here = routing.hardware(z.device)
+    refused, shape = _decide(z, mask, p_in_weight, direction, dtype)
+    return routing.hardware(z.device).reason or refused, shape
+
+
+def _decide(
+    z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
+) -> tuple[str | None, TriangleMultiplicationShape | None]:
+    """The same of a call that is not empty, on a device that runs kernels."""
     try:
         shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
     except InvalidInput as error:
         single = "z is float32 and autocast is off; kernels take bfloat16, or float32 under bfloat16 autocast"
-        return here.reason or (single if dtype == torch.float32 else str(error)), None
+        return single if dtype == torch.float32 else str(error), None
     if not takes(z, dtype):
-        return here.reason or f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
-    return here.reason or unsupported(shape), shape
+        return f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
+    return unsupported(shape), shape
 
 
 def unsupported(shape: TriangleMultiplicationShape) -> str | None:
@@ -212,4 +219,6 @@ def inspect_call(
     size = tuple(p_in_weight.shape)
     if len(size) != 2 or size[0] % 2 or size[1] != z.shape[-1]:
         raise InvalidInput.of("p_in_weight", f"shape {size}", f"(2 D, {z.shape[-1]}) for z of shape {tuple(z.shape)}")
-    return decide(z, mask, p_in_weight, direction, activation_dtype(z))
+    wanted = z, mask, p_in_weight, direction, activation_dtype(z)
+    reason, shape = decide(*wanted)
+    return reason if reason == routing.EMPTY else routing.besides(reason, _decide(*wanted)[0]), shape

@@ -78,8 +78,9 @@ def inspect_call(
     checks.check_types(q, k, v, bias, mask)
     cast_to = autocast_dtype(q)
     checks.check(q, k, v, bias, mask, one_dtype=cast_to is None)
-    plan, _ = _decide(*shadows(q, k, v, bias, mask), q.device)
-    return plan.reason, plan.shape
+    seen = shadows(q, k, v, bias, mask)
+    plan, _ = _decide(*seen, q.device)
+    return routing.besides(plan.reason, routing.unserved(seen[0], seen[3])), plan.shape
 
 
 def shadows(

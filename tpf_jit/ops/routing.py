@@ -57,8 +57,18 @@ class Launch(NamedTuple):
 def fallback_reason(q: Tensor, bias: Tensor, device: torch.device) -> str | None:
     """Why no kernel of any kind takes a call of canonical rank on a device, or None if some may (see `unsupported`)."""
     found = hardware(device)
-    if found.arch is None:
-        return found.reason
+    return unserved(q, bias) if found.arch else found.reason
+
+
+def besides(reason: str | None, refused: str | None) -> str | None:
+    """What stands against a call on a device, and what would on any."""
+    if reason is None or refused is None or refused in (reason, EMPTY):
+        return reason or refused
+    return f"{reason}; besides, {refused}"
+
+
+def unserved(q: Tensor, bias: Tensor) -> str | None:
+    """What of `fallback_reason` does not depend on the device."""
     if q.dtype not in _KERNEL_DTYPES:
         return f"q, k and v are {dtype_name(q.dtype)}, and kernels take {' and '.join(KERNEL_DTYPES)}"
     if bias.dtype not in _BIAS_DTYPES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tpf_jit.errors import InvalidInput
+from tpf_jit.ops.checks import check_switches
 
 WORKSPACE_VARIABLE = "TPF_JIT_WORKSPACE_MIB"
 WORKSPACE_MIB = 256
@@ -28,8 +29,9 @@ class residual_compensation:  # noqa: N801 - reads like torch.no_grad
 
     def __init__(self, enabled: bool) -> None:
         global compensate
+        check_switches(enabled=enabled)
         self._before = compensate
-        compensate = bool(enabled)
+        compensate = enabled
 
     def __enter__(self) -> None:
         return None

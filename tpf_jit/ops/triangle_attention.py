@@ -74,6 +74,7 @@ def triangle_attention(
     """
     checks.check_types(q, k, v, bias, mask)
     workspace_mib = settings.check_workspace(workspace_mib)
+    checks.check_switches(return_lse=return_lse)
     cast_to = plans.autocast_dtype(q)
     canonical = checks.is_canonical(q, bias, mask)
     if cast_to is not None or not canonical:

@@ -122,7 +122,7 @@ def triangle_multiplication(
     if plan is not None and type(eps) is float and 0.0 < eps < math.inf:
         return _planned(plan, z, mask, weights, residual, Rule(direction, eps, plan.dtype), inplace)
     checks.check_types(z, mask, weights, residual)
-    checks.check_direction(direction)
+    checks.check_options(direction, recompute=recompute, inplace=inplace)
     eps = checks.check_eps(eps)
     given, leading = z, z.shape[:-3]
     checks.check(z, mask, weights, residual)
@@ -142,7 +142,7 @@ def triangle_multiplication(
     elif inplace:
         _inplace_op(z, mask, *weights, residual, *rule)
     else:
-        out, _ = _forward_op(z, mask, *weights, residual, *rule, False, bool(recompute))
+        out, _ = _forward_op(z, mask, *weights, residual, *rule, False, recompute)
     return given if inplace else checks.split_leading(out, leading)
 
 
@@ -246,9 +246,7 @@ def _inplace(z, mask, *arguments):
     checks.check_in_place(z, fallback.result_dtype(rule.dtype, residual), False)
     found = _find(z, mask, weights, residual, rule)
     if found is None:
-        weights = Weights(*(multiplication_launch.apart(w, z) for w in weights))  # which are read once for every batch element
-        mask, residual = (multiplication_launch.apart(x, z) for x in (mask, residual))
-        fallback.forward(z, mask, weights, residual, rule, False, out=z)
+        fallback.forward(z, *multiplication_launch.all_apart(z, mask, weights, residual), rule, False, out=z)
         return
     multiplication_launch.write_over(found, z, mask, weights, residual, rule.eps)
 
