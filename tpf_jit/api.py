@@ -137,8 +137,7 @@ def explain(
         kernel = kernels.get_kernel(family, shape)
     except (NoKernel, ShapeUnsupported) as error:
         return Explanation(shape.key(), "fallback", reason or str(error))
-    centred = several and isinstance(q, Tensor) and q.dtype == torch.float32
-    passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch, centred)
+    passes = explain_passes(shape, kernel.spec.arch, reason is None, in_pytorch, q if isinstance(q, Tensor) else None)
     return explain_kernel(kernel, "fallback" if reason else "kernel", reason or inspection.taken(q), passes)
 
 

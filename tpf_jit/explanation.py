@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from tpf_jit import kernels
 from tpf_jit.errors import CacheUntrusted, NoKernel, ShapeUnsupported
 from tpf_jit.ops import launch, multiplication_backward, multiplication_routing
@@ -84,14 +86,14 @@ class Passes(NamedTuple):
     backward: str | None = None
 
 
-def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = None, centred: bool = False) -> Passes:
+def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = None, z: Tensor | None = None) -> Passes:
     """The kernels of the forward and of the backward of a call without residual, on this device or on one of the architecture.
 
     Args:
         shape: a problem of one of our operations; of others nothing is known.
         here: whether this device runs kernels.
         in_pytorch: why the backward is PyTorch's whatever kernels there are, None if nothing says so.
-        centred: whether z is float32, which a kernel makes ready first; the backward's does so again.
+        z: of a triangle multiplication that is a call; a float32 one is made ready first, and again for the backward.
     """
 
     def named(variants: Iterable[tuple[str, kernels.Flags]]) -> str:
@@ -108,7 +110,7 @@ def explain_passes(shape: Any, arch: str, here: bool, in_pytorch: str | None = N
     if not isinstance(shape, TriangleMultiplicationShape):
         return Passes()
     reason = in_pytorch or multiplication_routing.backward_unsupported(shape)
-    first = ((multiplication_routing.CENTRE, ()),) if centred else ()
+    first = () if z is None else multiplication_routing.centre_variants(z)
     backward = named((*first, *multiplication_backward.all_variants(shape))) if reason is None else f"PyTorch: {reason}"
     forward = named((*first, *multiplication_routing.usual_variants(shape)[:-1]))  # the last has a residual
     return Passes(forward, None, backward)

@@ -28,7 +28,7 @@ def audit_file(path: Path) -> list[str]:
         return [f"{path} {wrong}"]
     try:
         with closing(open_readonly(path)) as connection:
-            if _empty(connection):
+            if schema.is_empty(connection):
                 warn_once(str(path), f"tuning database {path} is empty; the next write makes it")
                 return []
             return audit(connection, path)
@@ -40,7 +40,7 @@ def is_empty(path: Path) -> bool:
     """Whether a file is an empty database, as one of no bytes is: the next write makes it. False where it cannot be read."""
     try:
         with closing(open_readonly(path)) as connection:
-            return _empty(connection)
+            return schema.is_empty(connection)
     except (sqlite3.Error, OSError):
         return False
 
@@ -76,11 +76,6 @@ def audit(connection: sqlite3.Connection, path: Path) -> list[str]:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             problems.append(f"{part.__name__.strip('_')}: unreadable ({error})")
     return problems
-
-
-def _empty(connection: sqlite3.Connection) -> bool:
-    queries = ("SELECT count(*) FROM sqlite_master", "PRAGMA application_id", "PRAGMA user_version")
-    return not any(connection.execute(query).fetchone()[0] for query in queries)
 
 
 def _references(connection: sqlite3.Connection) -> Iterator[str]:

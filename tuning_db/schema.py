@@ -120,6 +120,11 @@ def version(connection: sqlite3.Connection, path: object, newest: int = SCHEMA_V
     return found
 
 
+def is_empty(connection: sqlite3.Connection) -> bool:
+    """Whether a file holds nothing at all, as one of no bytes does: the next write makes it a database."""
+    return not any(_facts(connection))
+
+
 def _facts(connection: sqlite3.Connection) -> tuple[int, int, int]:
     """Application id, user version and number of tables, all of one moment: another process may be filling the file."""
     queries = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")

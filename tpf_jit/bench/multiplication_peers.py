@@ -72,7 +72,7 @@ class TpfJit(_Update):
     def ready(self, shape: Any, inputs: MultiplicationInputs, direction: str = "forward") -> dict[str, Any]:
         import tpf_jit
         from tpf_jit.ops.multiplication_backward import all_variants
-        from tpf_jit.ops.multiplication_routing import CENTRE, backward_unsupported, usual_variants
+        from tpf_jit.ops.multiplication_routing import backward_unsupported, centre_variants, usual_variants
 
         supported, reason = tpf_jit.is_supported(inputs.z, mask=inputs.mask, p_in_weight=inputs.weights.p_in_weight)
         if not supported:
@@ -81,8 +81,7 @@ class TpfJit(_Update):
         refused = backward_unsupported(shape) if differentiated else None
         # The last of the usual kernels is the one with a residual, which is not what is measured.
         variants = usual_variants(shape, stats=differentiated and refused is None)[:-1]
-        centre = ((CENTRE, ()),) if str(inputs.z.dtype) == "torch.float32" else ()
-        found = _configurations(shape, (*centre, *variants))
+        found = _configurations(shape, (*centre_variants(inputs.z), *variants))
         facts: dict[str, Any] = {
             "config": {name: one["config"] for name, one in found.items()},
             "config_from": ", ".join(dict.fromkeys(one["config_from"] for one in found.values())),

@@ -51,8 +51,7 @@ def list_(
 ) -> None:
     """Every tuned problem: its winner, the time, and the layer it comes from."""
     winners = [(layer.name, entry[0]) for layer in _layers(db, shipped) for entry in layer.winners.values()]
-    db_trust.check_device(device, (w.device for _, w in winners))
-    rows = [(layer, w) for layer, w in winners if device is None or device.lower() in w.device.lower()]
+    rows = db_trust.of_device(winners, device, lambda row: row[1].device)
     rows.sort(key=lambda row: (row[1].device, row[1].cell, row[0]))
     if json:
         print_json([{"layer": layer, **asdict(winner)} for layer, winner in rows])
@@ -88,8 +87,7 @@ def show(
         # With nothing to show, a missing database is the news.
         _existing(db)
         raise DatabaseError(f"no problem has {problem!r} in its name; `tpf-jit db list` shows those that there are")
-    db_trust.check_device(device, (trial.device_model for _, trial in trials))
-    trials = [pair for pair in trials if device is None or device.lower() in pair[1].device_model.lower()]
+    trials = db_trust.of_device(trials, device, lambda row: row[1].device_model)
     there = sorted({trial.status for _, trial in trials})
     if status not in (None, *there):
         raise InvalidInput.of("--status", repr(status), f"{', '.join(there)}, as the trials of {problem!r} are")

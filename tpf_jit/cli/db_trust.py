@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,13 +32,11 @@ def stale(
     json: Json = False,
 ) -> None:
     """Winners measured with other sources or another compiler than today's, and what serves meanwhile. Exit code 1 if any."""
-    everywhere = _survey(db, shipped)
-    check_device(device, (each.winner.device for each in everywhere))
-    found = _of_device(everywhere, device)
+    found = of_device(_survey(db, shipped), device, _model)
     verdicts = []
     if recompile and any(each.changes for each in found):
         verdicts = _recompile(found, db, shipped, jobs)
-        found = _of_device(_survey(db, shipped), device)
+        found = of_device(_survey(db, shipped), device, _model)
     old = [each for each in found if each.changes]
     shown = found if every else old
     if json:
@@ -66,23 +64,25 @@ def _none_stale(count: int) -> str:
     return f"all {count} winners are current" if count else "nothing is tuned yet: tpf-jit tune TARGET"
 
 
-def check_device(device: str | None, models: Iterable[str]) -> None:
-    """Refuse a `--device` that is in none of the device models there are: a mistyped one would pass for one without news.
+def of_device(rows: Iterable[Any], device: str | None, model: Callable[[Any], str]) -> list[Any]:
+    """The rows whose device model has `--device` in its name, all if that is None; model: of a row.
 
     Raises:
-        InvalidInput: it is in none; the message names them.
+        InvalidInput: no row's has it, and a mistyped one would pass for one without news; the message names those there are.
     """
     from tpf_jit.errors import InvalidInput
 
-    there = sorted({model for model in models if model})
-    if device is None or any(device.lower() in model.lower() for model in there):
-        return
+    rows = list(rows)
+    found = [row for row in rows if device is None or device.lower() in model(row).lower()]
+    if found or device is None:
+        return found
+    there = sorted({model(row) for row in rows} - {""})
     known = f"a part of one of these device models: {', '.join(there)}"
     raise InvalidInput.of("--device", repr(device), known if there else "nothing, as nothing is tuned yet: tpf-jit tune TARGET")
 
 
-def _of_device(found: list[Any], device: str | None) -> list[Any]:
-    return [each for each in found if device is None or device.lower() in each.winner.device.lower()]
+def _model(each: Any) -> str:
+    return each.winner.device
 
 
 def _survey(db: Path | None, shipped: bool) -> list[Any]:
@@ -188,9 +188,7 @@ def diff(
     from tpf_jit.tuning_db import compare, contents
 
     sides = [contents.all_evidence(contents.read(path)) for path in (first, second)]
-    everywhere = compare.compare(*sides, tolerance)
-    check_device(device, (d.device for d in everywhere))
-    found = [d for d in everywhere if device is None or device.lower() in d.device.lower()]
+    found = of_device(compare.compare(*sides, tolerance), device, lambda each: each.device)
     unequal = [each for each in found if each.kind != compare.SAME]
     shown = found if every else unequal
     if json:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tpf_jit.cli._output import say
-from tpf_jit.cli.db_trust import check_device
+from tpf_jit.cli.db_trust import of_device
 
 
 def report(
@@ -39,8 +39,7 @@ def report(
     if shipped:
         trials.update(contents.shipped())
         names.append("the shipped tables")
-    check_device(device, (row.device_model for row in trials.values()))
-    rows = [row for row in trials.values() if device is None or device.lower() in row.device_model.lower()]
+    rows = of_device(trials.values(), device, lambda row: row.device_model)
     try:
         count = write_report(out, rows, names)
     except OSError as error:

@@ -46,14 +46,14 @@ def inspect(
         return multiplication_routing.inspect_call(q, mask, p_in_weight, others.get("direction", "outgoing"))
     if isinstance(q, Tensor):
         return plans.inspect_call(q, k, v, bias, mask)
-    return routing.besides(routing.hardware(device).reason or None, refusal(q, None)), q
+    return routing.besides(routing.hardware(device).reason or None, _refusal(q)), q
 
 
-def refusal(shape: Any, device: torch.device | None) -> str | None:
-    """Why no registered template for a device serves a shape; None if one does."""
+def _refusal(shape: Any) -> str | None:
+    """Why no registered template serves a shape, on any device; None if one does."""
     if isinstance(shape, TriangleMultiplicationShape):
         return multiplication_routing.unsupported(shape)
-    return routing.unsupported(shape, device)
+    return routing.unsupported(shape, None)
 
 
 def taken(q: Any) -> str:

@@ -90,6 +90,11 @@ def back_flags(residual: bool, stats: bool = False) -> tuple:
     return ("residual", residual), ("stats", stats)
 
 
+def centre_variants(z: Tensor) -> tuple[tuple[str, tuple], ...]:
+    """(family, flags) of what makes z ready for all others; none where it is."""
+    return ((CENTRE, ()),) if z.dtype == torch.float32 else ()
+
+
 def usual_variants(shape: TriangleMultiplicationShape, stats: bool = False) -> tuple[tuple[str, tuple], ...]:
     """(family, flags) of what models run forward: no projection biases, with and without a residual. `stats`: in training."""
     flags = dict.fromkeys(FOLDING, fold_flags(False))
@@ -133,24 +138,25 @@ def decide(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
 ) -> tuple[str | None, TriangleMultiplicationShape | None]:
     """Why a checked call takes the PyTorch path (None: kernels take it), and the problem that they solve or would solve."""
-    if z.numel() == 0:
-        return routing.EMPTY, None
-    refused, shape = _decide(z, mask, p_in_weight, direction, dtype)
-    return routing.hardware(z.device).reason or refused, shape
+    here, refused, shape = _decide(z, mask, p_in_weight, direction, dtype)
+    return here or refused, shape
 
 
 def _decide(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str, dtype: torch.dtype
-) -> tuple[str | None, TriangleMultiplicationShape | None]:
-    """The same of a call that is not empty, on a device that runs kernels."""
+) -> tuple[str | None, str | None, TriangleMultiplicationShape | None]:
+    """What stands against kernels for a call here, what would on any device (each None: nothing does), and the problem."""
+    if z.numel() == 0:
+        return routing.EMPTY, None, None
+    here = routing.hardware(z.device).reason or None
     try:
         shape = kernel_shape(z, mask, p_in_weight, direction, dtype)
     except InvalidInput as error:
         single = "z is float32 and autocast is off; kernels take bfloat16, or float32 under bfloat16 autocast"
-        return single if dtype == torch.float32 else str(error), None
+        return here, single if dtype == torch.float32 else str(error), None
     if not takes(z, dtype):
-        return f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
-    return unsupported(shape), shape
+        return here, f"z is {dtype_name(z.dtype)}, and autocast computes in {dtype_name(dtype)}", shape
+    return here, unsupported(shape), shape
 
 
 def unsupported(shape: TriangleMultiplicationShape) -> str | None:
@@ -206,7 +212,8 @@ template may be registered later."""
 def inspect_call(
     z: Tensor, mask: Tensor | None, p_in_weight: Tensor, direction: str = "outgoing"
 ) -> tuple[str | None, TriangleMultiplicationShape | None]:
-    """What `decide` says of a call by the tensors that matter for it, of any rank, under autocast as it is.
+    """What `decide` says of a call by the tensors that matter for it, of any rank, under autocast as it is, and beside the device
+    what else stands against it.
 
     Raises:
         InvalidInput: they do not fit together.
@@ -219,6 +226,5 @@ def inspect_call(
     size = tuple(p_in_weight.shape)
     if len(size) != 2 or size[0] % 2 or size[1] != z.shape[-1]:
         raise InvalidInput.of("p_in_weight", f"shape {size}", f"(2 D, {z.shape[-1]}) for z of shape {tuple(z.shape)}")
-    wanted = z, mask, p_in_weight, direction, activation_dtype(z)
-    reason, shape = decide(*wanted)
-    return reason if reason == routing.EMPTY else routing.besides(reason, _decide(*wanted)[0]), shape
+    here, refused, shape = _decide(z, mask, p_in_weight, direction, activation_dtype(z))
+    return routing.besides(here, refused), shape
